@@ -1,0 +1,239 @@
+"""The contract between sglang-pd and a transport.
+
+A backend knows segments, offsets, lengths and peers. It does not know what a layer, a kind or a request is: whoever
+needs such knowledge is in the wrong room.
+
+The safety sentences
+--------------------
+1.  From `write` until the transfer is DONE or FAILED, the source ranges belong to the transport: whoever owns them must
+    neither change nor free them. The destination ranges belong to the writer from before `write` until a fence.
+2.  DONE promises that every byte of the batch is visible at the peer, also to kernels launched there afterwards.
+3.  FAILED promises that nothing more of this transfer will land. Any part of it may have landed already.
+4.  UNKNOWN promises nothing: bytes may still land, at any later time. It ends a room, never a quarantine. An error of
+    a library that does not itself prove that it has drained is UNKNOWN. A deadline that passes is UNKNOWN.
+    A transfer that is UNKNOWN may later become DONE or FAILED, when the proof arrives; it never goes back to PENDING.
+5.  `Transfer.quiesced` is True exactly when the state is DONE or FAILED.
+6.  `fence(peer)` is the writer's proof: True means that nothing this backend ever posted to that peer can still land.
+7.  `revoke(epoch)` is the destination's proof: True means that nothing of that incarnation can still land here,
+    whatever that process does or did. `Capabilities.revoke_proof` names the evidence. Where there is no evidence the
+    answer stays False for ever. Deregistering memory is no evidence. A timer is no evidence.
+8.  No method ends a thread, calls back from a thread of its own, or lets an exception of a library escape: errors are
+    `sglang_pd.protocol.errors.PdError` with the library's words inside.
+
+Threads: every method but `wakeup_fd` is called by one thread, the owner. None blocks it: `write` returns within 5 ms
+for 65,536 descriptors, so a library whose submit blocks is driven by a thread of the backend's own.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.errors import PdError
+
+DEFAULT_DEADLINE_S = 30.0
+"""Seconds after which a transfer that names no deadline of its own is UNKNOWN."""
+
+
+class TransferState(Enum):
+    """State of one transfer; the module's docstring says what each promises."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of memory a backend can export.
+
+    number: place in the backend's segment table, given by `register`; -1 before. Peers name the segment by it.
+    address: of the first byte, valid in this process (host pointer or device pointer).
+    nbytes: length in bytes.
+    device: `cpu` or `cuda:N`.
+    keep_alive: whatever must live as long as the memory (a memmap, a tensor). The backend holds the segment, hence
+        this, until `close`.
+    """
+
+    address: int
+    nbytes: int
+    device: str
+    keep_alive: object = field(repr=False, compare=False, default=None)
+    number: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; part of the verdict on a pair of instances, and the source of the support matrix.
+
+    host_memory, device_memory: segments may lie on `cpu` / on `cuda:N`.
+    same_host_only: both processes must run on one host (and, where `revoke_proof` is `pidfd`, in one PID namespace).
+    adopts_host, adopts_device: `adopt` accepts memory that the backend did not allocate.
+    revoke_proof: evidence behind `revoke`: `pidfd` (the writer's process is gone), `engine_closed` (this side's engine
+        is closed and joined), `qp_destroyed` (the library reports it), or `none`.
+    revoke_scope: `peer`, or `backend` where the proof costs every connection: afterwards `describe` has changed and
+        all peers connect anew.
+    revoke_within_s: longest time, in seconds, from the evidence to True.
+    verified_on: per transport, the hardware it was last run on, or that it has not been run.
+    idle_cpu: share of a core an idle connected backend may use, with `idle_reason` when it is above 0.02.
+    """
+
+    name: str
+    host_memory: bool
+    device_memory: bool
+    same_host_only: bool
+    adopts_host: bool
+    adopts_device: bool
+    revoke_proof: Literal["pidfd", "engine_closed", "qp_destroyed", "none"]
+    revoke_scope: Literal["peer", "backend"]
+    revoke_within_s: float
+    verified_on: Mapping[str, str]
+    directions: tuple[str, ...] = ("write",)
+    idle_cpu: float = 0.02
+    idle_reason: str = ""
+
+
+class Peer(abc.ABC):
+    """One incarnation of a remote backend, as connected by `Backend.connect`. A new epoch is a new peer."""
+
+    epoch: int
+    """Random 64-bit identity of the remote incarnation."""
+
+    segment_bytes: tuple[int, ...]
+    """Length in bytes of each segment the peer registered, by segment number."""
+
+    transport: str
+    """The transport in use as far as the library tells (`memfd`, `cuda_ipc`, `cma`, `tcp`, ...)."""
+
+    @property
+    @abc.abstractmethod
+    def lost(self) -> PdError | None:
+        """Why the peer is known to be gone, or None. A peer once lost stays lost."""
+
+
+class Transfer(abc.ABC):
+    """One posted batch. The backend keeps what the library needs alive, whether or not the caller keeps this object."""
+
+    nbytes: int
+    """Bytes of the whole batch."""
+
+    @abc.abstractmethod
+    def poll(self) -> TransferState:
+        """The state now. Never blocks. DONE and FAILED are final; UNKNOWN may still become one of them."""
+
+    @property
+    @abc.abstractmethod
+    def error(self) -> PdError | None:
+        """The first cause when FAILED or UNKNOWN (backend, peer, code, the library's words), else None."""
+
+    @property
+    def quiesced(self) -> bool:
+        """True when nothing more of this transfer can land (DONE or FAILED)."""
+        return self.poll() in (TransferState.DONE, TransferState.FAILED)
+
+
+class Backend(abc.ABC):
+    """A transport of one worker incarnation. Use as a context manager, or call `close`."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this backend can do here, with the options it was created with."""
+
+    @property
+    @abc.abstractmethod
+    def epoch(self) -> int:
+        """Random 64-bit identity of this incarnation, given at creation."""
+
+    @abc.abstractmethod
+    def allocate(self, nbytes: int, device: str = "cpu") -> Segment:
+        """Memory this backend can export, zeroed, aligned to at least 4,096 bytes on the host and 256 on a device.
+
+        Raises `BackendError` (`memory_refused`) where that device or size cannot be had.
+        """
+
+    @abc.abstractmethod
+    def adopt(self, segment: Segment) -> Segment:
+        """Accept memory someone else allocated, after a probe that really exports it.
+
+        Raises `BackendError` (`backend_unsupported`) where the capability is missing, (`memory_refused`) for memory
+        that cannot be exported, naming why.
+        """
+
+    @abc.abstractmethod
+    def register(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        """Number the segments, in order, and export them. Once a pool, kept until `close`.
+
+        Returns the segments with their numbers. Refuses overlap, zero length and memory that neither `allocate` nor
+        `adopt` returned (`memory_refused`). Call before `describe`.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> bytes:
+        """What a peer needs to connect: opaque, at most 1 MiB, versioned by the backend, self-checking."""
+
+    @abc.abstractmethod
+    def connect(self, blob: bytes, epoch: int) -> Peer:
+        """Connect to the backend that `blob` describes, whose incarnation is `epoch`.
+
+        Raises `BackendError` for a blob of another backend, version or epoch, `TransferError` (`peer_lost`) when there
+        is nobody. May take the library's connect time; does not wait for the peer's owner thread.
+        """
+
+    @abc.abstractmethod
+    def write(
+        self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Transfer:
+        """Start copying the batch into the peer's segments.
+
+        Both sides' ranges are checked here, before the library sees them. `after` is a device event (with `query()`
+        and `synchronize()`, as torch.cuda.Event) on which the source bytes depend; None means that they are ready. A
+        batch without descriptors is DONE at once. Past `deadline_s` seconds the transfer is UNKNOWN.
+
+        Raises `BackendError` (`segment_invalid`) for a range outside its segment, nothing having moved. Anything that
+        goes wrong later is in the transfer.
+        """
+
+    @abc.abstractmethod
+    def fence(self, peer: Peer) -> bool:
+        """Writer's proof that nothing this backend posted to `peer` can still land. Non-blocking: ask again."""
+
+    @abc.abstractmethod
+    def revoke(self, epoch: int) -> bool:
+        """Destination's proof that nothing of incarnation `epoch` can still land here. Non-blocking: ask again.
+
+        The first call starts whatever the proof needs: that incarnation can no longer write here afterwards, unless
+        there is no proof. An epoch that never connected is True at once where connections are known, else as above.
+        """
+
+    @abc.abstractmethod
+    def progress(self) -> None:
+        """Let the library advance. The owner calls it at least every `progress_interval_s` while peers exist."""
+
+    @property
+    def progress_interval_s(self) -> float | None:
+        """Longest time between two calls of `progress` while peers exist, in seconds; None: not needed."""
+        return None
+
+    @abc.abstractmethod
+    def wakeup_fd(self) -> int | None:
+        """A file descriptor that turns readable when a `poll` may have news; None: poll by the interval."""
+
+    @abc.abstractmethod
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer and free what belongs to it. Proves nothing about bytes in flight. Idempotent."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop, join own threads, release the memory that `allocate` gave. Idempotent. Transfers left are UNKNOWN."""
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
