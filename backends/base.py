@@ -32,8 +32,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from sglang_pd.protocol.batch import WriteBatch
-from sglang_pd.protocol.errors import PdError
+import numpy as np
+
+from sglang_pd.protocol.batch import U32, U64, RegionTable, WriteBatch, check_ranges
+from sglang_pd.protocol.errors import BackendError, PdError
 
 DEFAULT_DEADLINE_S = 30.0
 """Seconds after which a transfer that names no deadline of its own is UNKNOWN."""
@@ -237,3 +239,47 @@ class Backend(abc.ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str) -> None:
+    """Refuse a batch any of whose descriptors leaves its region, or whose region leaves its segment, on either side.
+
+    `own_bytes` and `peer_bytes` have shape [segments]: the length of each registered segment. Costs a few reductions
+    when offsets are plainly inside, one pass more when they are not. Raises `BackendError` (`segment_invalid`).
+    """
+    fields = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
+    wanted = (np.uint32, np.uint64, np.uint32, np.uint64, np.uint64)
+    for values, dtype in zip(fields, wanted, strict=True):
+        if values.shape != (len(batch),) or values.dtype != dtype:
+            raise BackendError(
+                "a batch's arrays differ in shape or dtype",
+                code="segment_invalid",
+                where=f"batch for peer {peer}",
+                expected=f"shape [{len(batch)}], {np.dtype(dtype)}",
+                actual=f"shape {list(values.shape)}, {values.dtype}",
+            )
+    _check_side(batch.src, batch.src_region, batch.src_offset, batch.length, (own_bytes, "source", peer))
+    _check_side(batch.dst, batch.dst_region, batch.dst_offset, batch.length, (peer_bytes, "destination", peer))
+
+
+def _check_side(table: RegionTable, region: U32, offset: U64, length: U64, owner: tuple[U64, str, str]) -> None:
+    if not length.shape[0]:
+        return
+    segment_bytes, side, peer = owner
+    check_ranges(table.segment, table.base, table.size_bytes, segment_bytes, side=f"region table, {side}", peer=peer)
+    longest = int(length.max())
+    plainly_inside = int(region.max()) < table.size_bytes.shape[0] and int(length.min()) > 0
+    if plainly_inside and int(offset.max()) + longest <= int(table.size_bytes.min()):
+        return
+    check_ranges(region, offset, length, table.size_bytes, side=f"regions, {side}", peer=peer)
+
+
+def batch_addresses(batch: WriteBatch, own_base: U64, peer_base: U64) -> tuple[U64, U64]:
+    """Source and destination addresses, uint64 of shape [descriptors], of a batch that `check_batch` accepted.
+
+    `own_base` and `peer_base` have shape [segments]: the address of each segment's first byte, as this process's
+    transport names it.
+    """
+    src = own_base[batch.src.segment] + batch.src.base
+    dst = peer_base[batch.dst.segment] + batch.dst.base
+    return src[batch.src_region] + batch.src_offset, dst[batch.dst_region] + batch.dst_offset
