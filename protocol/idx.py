@@ -132,6 +132,7 @@ def mismatch(expected: Space, index: Idx[Any] | MaskedIdx[Any], consumer: str, o
 
 
 def integers(array: Any, space: Space, consumer: str) -> I64:
+    """A fresh int64 copy of a 1-D integer array or list. Raises `IndexOutOfSpace` for anything else."""
     values = np.asarray(array)
     if values.size == 0 and values.ndim == 1:
         return np.empty(0, dtype=np.int64)
@@ -148,6 +149,7 @@ def integers(array: Any, space: Space, consumer: str) -> I64:
 
 
 def check_extent(values: I64, space: Space, consumer: str) -> None:
+    """Refuse values outside [0, extent) of their own space. Raises `IndexOutOfSpace`."""
     # One comparison for both ends: a negative int64 seen as uint64 is larger than any extent.
     if values.size and int(values.view(np.uint64).max()) >= space.extent:
         first = int(np.argmax(values.view(np.uint64) >= np.uint64(space.extent)))
