@@ -8,12 +8,14 @@ and is rebuilt on the other side with the same code, so that whoever waits for a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 MAX_TEXT = 2_000
-"""Longest text, in characters, of any one field of an `ErrorInfo` (messages are cut, never refused)."""
+"""Most characters of one text of an `ErrorInfo`: what we send is cut to it, a longer one is refused."""
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ CODES: dict[str, CodeFacts] = {
     "request_rejected": CodeFacts("the engine refused the request", 400, False),
     # transfers
     "peer_lost": CodeFacts("the peer process is gone", 502, True),
+    "range_conflict": CodeFacts("a record claims bytes that are written already or not expected", 502, True),
     "transfer_failed": CodeFacts("the transport failed; nothing more will land", 502, True),
     "transfer_unknown": CodeFacts("the transport cannot say whether more bytes will land", 502, True),
     "transfer_timeout": CodeFacts("the transfer passed its deadline; bytes may still land", 504, True),
@@ -82,13 +85,13 @@ CODES: dict[str, CodeFacts] = {
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An error as it travels: in room failures, verdicts, HTTP bodies and records."""
 
-    code: str
-    message: str
-    where: str = ""
-    expected: str = ""
-    actual: str = ""
-    hint: str = ""
-    details: dict[str, str] = {}
+    code: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    message: Text
+    where: Text = ""
+    expected: Text = ""
+    actual: Text = ""
+    hint: Text = ""
+    details: Annotated[dict[Text, Text], msgspec.Meta(max_length=32)] = {}
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
