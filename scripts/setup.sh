@@ -34,7 +34,7 @@ if ((${#missing[@]})); then
 fi
 
 [[ -x $VENV/bin/python ]] || "$PYTHON" -m venv "$VENV"
-pip=("$VENV/bin/python" -m pip install --quiet)
+pip=("$VENV/bin/python" -m pip install -qq)
 echo "setup: installing into $VENV ($("$VENV/bin/python" -V), $TORCH); the first time takes minutes"
 "${pip[@]}" "$TORCH"
 "${pip[@]}" --editable '.[dev]'
