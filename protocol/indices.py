@@ -95,9 +95,11 @@ def pack_indices(space: int, indices: NDArray[np.integer] | Sequence[int]) -> In
             "an index does not fit the wire", code="index_invalid", expected="0 .. 2**32 - 1", actual=f"{low} .. {high}"
         )
     flat = np.ascontiguousarray(wide, dtype=_U32)
-    starts = np.flatnonzero(np.diff(flat.astype(np.int64)) != 1) + 1
-    if 8 * (len(starts) + 1) >= 4 * flat.size:
+    # The difference may wrap from 2**32 - 1 to 0, which looks like a run; then it is taken in 64 bits.
+    steps = np.diff(flat if high < 2**32 - 1 else flat.astype(np.int64)) != 1
+    if 8 * (int(np.count_nonzero(steps)) + 1) >= 4 * flat.size:
         return IndexList(space=space, count=flat.size, form="array", data=flat.tobytes())
+    starts = np.flatnonzero(steps) + 1
     first = np.concatenate(([0], starts))
     runs = np.empty((len(first), 2), _U32)
     runs[:, 0] = flat[first]
