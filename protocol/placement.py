@@ -60,6 +60,11 @@ class Interval:
     dst_offset_bytes: int
     length_bytes: int
 
+    @property
+    def bytes(self) -> tuple[int, int, int]:
+        """The three numbers, in the order of the fields."""
+        return self.src_offset_bytes, self.dst_offset_bytes, self.length_bytes
+
 
 def elect(owners: Sequence[int], wanting: int, position: int) -> int:
     """The writer among `owners` for the destination at `position` of `wanting`, all in rank order.

@@ -1,0 +1,163 @@
+"""An accepted pair of instances: its plans, proofs and digest, each made once and kept by the manifests' digests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+import xxhash
+
+from sglang_pd.protocol.bind import (
+    Chunk,
+    IndexLists,
+    NeededLists,
+    RoomIndices,
+    chunk_elements,
+    live_elements,
+    needed_lists,
+)
+from sglang_pd.protocol.coverage import prove_coverage
+from sglang_pd.protocol.errors import IncompatiblePeer
+from sglang_pd.protocol.handshake import compare
+from sglang_pd.protocol.kinds import Elements, Prompt
+from sglang_pd.protocol.manifest import InstanceManifest, RankId
+from sglang_pd.protocol.messages import Verdict
+from sglang_pd.protocol.plan import Plan, compile_plan, semantic_digest
+from sglang_pd.protocol.spaces import AnySpace
+
+MAX_PAIRINGS: Final = 64
+"""Pairings that `pairing_of` keeps; the one unused for longest goes first."""
+
+
+def manifest_digest(manifest: InstanceManifest) -> int:
+    """xxh3-64 of the manifest's msgpack form; the name of a manifest on the wire and in caches."""
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(manifest))
+
+
+class Pairing:
+    """Everything that follows from two manifests alone.
+
+    Raises `IncompatiblePeer` when the verdict is a refusal, `PlanError` when coverage cannot be proven.
+    """
+
+    def __init__(self, prefill: InstanceManifest, decode: InstanceManifest, verdict: Verdict | None = None) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.verdict = verdict or compare(prefill, decode)
+        if not self.verdict.accepted:
+            raise refused(prefill, decode, self.verdict)
+        self.kinds = tuple(sorted(set(prefill.kinds) & set(decode.kinds)))
+        self.needed = NeededLists(needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds))
+        self._plans: dict[tuple[RankId, RankId], Plan] = {}
+        self._proven: set[RankId] = set()
+        self._digest: int | None = None
+
+    def plan(self, src_rank: RankId, dst_rank: RankId) -> Plan:
+        """The plan of one rank pair, compiled on first use; its destination rank's coverage is proven with it."""
+        self.prove(dst_rank)
+        return self._compiled(src_rank, dst_rank)
+
+    def _compiled(self, src_rank: RankId, dst_rank: RankId) -> Plan:
+        key = (src_rank, dst_rank)
+        if key not in self._plans:
+            self._plans[key] = compile_plan(self.prefill, src_rank, self.decode, dst_rank)
+        return self._plans[key]
+
+    def prove(self, dst_rank: RankId) -> None:
+        """Prove that all source ranks together write every row of `dst_rank` once. Raises `PlanError`."""
+        if dst_rank not in self._proven:
+            plans = [self._compiled(src.rank, dst_rank) for src in self.prefill.ranks]
+            prove_coverage(self.prefill, self.decode, dst_rank, plans)
+            self._proven.add(dst_rank)
+
+    def room(self, prompt: Prompt, src: IndexLists, dst: IndexLists) -> RoomIndices:
+        """Check a room's index lists once, for all rank pairs. Raises as `bind.check_lists` and `prefix_unaligned`."""
+        return RoomIndices.of(self.needed, prompt, src, dst)
+
+    def all_plans(self) -> Iterable[tuple[RankId, RankId, Plan]]:
+        """Every rank pair's plan."""
+        for src in self.prefill.ranks:
+            for dst in self.decode.ranks:
+                yield src.rank, dst.rank, self.plan(src.rank, dst.rank)
+
+    @property
+    def digest(self) -> int:
+        """Semantic digest of all plans; both sides compute it from the same manifests and compare."""
+        if self._digest is None:
+            self._digest = semantic_digest((plan, self.prefill.rank(src)) for src, _, plan in self.all_plans())
+        return self._digest
+
+    def component_space(self, kind: str) -> AnySpace:
+        """Decode's space of a component, any rank's (they count elements alike)."""
+        for rank in self.decode.ranks:
+            component = rank.component(kind)
+            if component is not None:
+                return component.space
+        raise IncompatiblePeer("no rank of decode has that kind", where=kind)
+
+    def owed(self, src_rank: RankId) -> dict[str, bool]:
+        """Kinds for which a source rank owes a record; True where any of its plans moves bytes of the kind.
+
+        A rank whose plans are empty for a kind that it registers reports too, with an empty range.
+        """
+        moving = {kind for dst in self.decode.ranks for kind in self._compiled(src_rank, dst.rank).kinds}
+        registered = {component.kind for component in self.prefill.rank(src_rank).components}
+        return {kind: kind in moving for kind in self.kinds if kind in registered}
+
+    def expected(self, prompt: Prompt) -> dict[tuple[RankId, str], Elements]:
+        """For each (writer, kind) that must report: the elements its records must tile, empty where it owes none."""
+        result: dict[tuple[RankId, str], Elements] = {}
+        for rank in self.prefill.ranks:
+            for kind, moves in self.owed(rank.rank).items():
+                live = live_elements(kind, self.component_space(kind), prompt)
+                result[rank.rank, kind] = live if moves else Elements(live.start, live.start)
+        return result
+
+    def records(self, src_rank: RankId, prompt: Prompt, chunk: Chunk) -> dict[str, Elements]:
+        """What a source rank may report once a chunk's transfers to all destination ranks are DONE, by kind.
+
+        Kinds that the chunk does not advance are left out; with the last chunk every owed kind is there.
+        """
+        result: dict[str, Elements] = {}
+        for kind, moves in self.owed(src_rank).items():
+            space = self.component_space(kind)
+            elements = chunk_elements(kind, space, prompt, chunk)
+            if elements is None:
+                continue
+            if not moves:
+                start = live_elements(kind, space, prompt).start
+                elements = Elements(start, start)
+            if len(elements) or chunk.last:
+                result[kind] = elements
+        return result
+
+
+_cache: OrderedDict[tuple[int, int], Pairing] = OrderedDict()
+
+
+def pairing_of(prefill: InstanceManifest, decode: InstanceManifest) -> Pairing:
+    """The pairing of two manifests from a bounded cache, keyed by both digests. Raises as `Pairing`."""
+    key = (manifest_digest(prefill), manifest_digest(decode))
+    found = _cache.get(key)
+    if found is None:
+        found = _cache[key] = Pairing(prefill, decode)
+        if len(_cache) > MAX_PAIRINGS:
+            _cache.popitem(last=False)
+    _cache.move_to_end(key)
+    return found
+
+
+def refused(prefill: InstanceManifest, decode: InstanceManifest, verdict: Verdict) -> IncompatiblePeer:
+    """The error for a refusal: the first mismatches in the message, their number, and where to see all."""
+    first = verdict.mismatches[:4]
+    listed = "; ".join(
+        f"{' '.join(x for x in (m.component or 'instance', m.region) if x)} {m.field}: "
+        f"prefill {m.prefill}, decode {m.decode}"
+        for m in first
+    )
+    return IncompatiblePeer(
+        f"{len(verdict.mismatches)} mismatches: {listed}",
+        where=f"{prefill.instance_id} -> {decode.instance_id}",
+        hint="`sglang-pd check` prints the whole table.",
+    )
