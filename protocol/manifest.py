@@ -230,12 +230,14 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank registers. `epoch` is the random 64-bit identity of its process incarnation."""
 
     rank: RankId
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
     segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=65_536)]
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=256)]
     transport: Transport
 
     def __post_init__(self) -> None:
+        if not 0 <= self.epoch < 2**64:  # a decoder cannot state a bound over int64
+            _refuse(f"rank[{self.rank}].epoch", "an unsigned 64-bit integer", self.epoch)
         seen: set[str] = set()
         for component in self.components:
             where = f"rank[{self.rank}].component[{component.kind}]"
