@@ -28,15 +28,11 @@ IndexLists = Mapping[AnySpace, Idx[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Token positions [start, stop) of the prompt that are ready, and whether the prompt ends here.
-
-    layers: half-open range of layer ids to bind; None for all. Request-wide sentinels lie above every layer.
-    """
+    """Token positions [start, stop) of the prompt that are ready, and whether the prompt ends here."""
 
     start: int
     stop: int
     last: bool
-    layers: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +154,9 @@ def bind(plan: Plan, room: RoomIndices, chunk: Chunk) -> WriteBatch:
     for move in plan.moves:
         elements = chunk_elements(move.kind, move.dst.space, room.prompt, chunk)
         if elements is not None and len(elements):
-            chosen = _layers(move, chunk.layers)
             blocks = _blocks(move, room, elements)
-            if len(chosen) and blocks.length.shape[0]:
-                pieces.append((move, chosen, blocks))
+            if blocks.length.shape[0]:
+                pieces.append((move, blocks))
     return _assemble(plan, pieces)
 
 
@@ -234,24 +229,18 @@ def _merged(blocks: _Blocks) -> _Blocks:
     return _Blocks(blocks.src_offset[first], blocks.dst_offset[first], np.add.reduceat(blocks.length, first))
 
 
-def _layers(move: Move, layers: tuple[int, int] | None) -> I64:
-    if layers is None:
-        return np.arange(len(move), dtype=np.int64)
-    return np.flatnonzero((move.layer_id >= layers[0]) & (move.layer_id < layers[1])).astype(np.int64)
-
-
-def _assemble(plan: Plan, pieces: list[tuple[Move, I64, _Blocks]]) -> WriteBatch:
-    total = sum(len(chosen) * blocks.length.shape[0] for _, chosen, blocks in pieces)
+def _assemble(plan: Plan, pieces: list[tuple[Move, _Blocks]]) -> WriteBatch:
+    total = sum(len(move) * blocks.length.shape[0] for move, blocks in pieces)
     src_region, dst_region = np.empty(total, np.uint32), np.empty(total, np.uint32)
     src_offset, dst_offset, length = (np.empty(total, np.uint64) for _ in range(3))
     at = 0
-    for move, chosen, blocks in pieces:
-        shape = (len(chosen), blocks.length.shape[0])
+    for move, blocks in pieces:
+        shape = (len(move), blocks.length.shape[0])
         part = slice(at, at + shape[0] * shape[1])
-        src_region[part].reshape(shape)[:] = move.src_region[chosen, None]
-        dst_region[part].reshape(shape)[:] = move.dst_region[chosen, None]
-        np.add(move.src_inner[chosen, None], blocks.src_offset, out=src_offset[part].reshape(shape))
-        np.add(move.dst_inner[chosen, None], blocks.dst_offset, out=dst_offset[part].reshape(shape))
-        length[part].reshape(shape)[:] = blocks.length if move.whole else move.length[chosen, None]
+        src_region[part].reshape(shape)[:] = move.src_region[:, None]
+        dst_region[part].reshape(shape)[:] = move.dst_region[:, None]
+        np.add(move.src_inner[:, None], blocks.src_offset, out=src_offset[part].reshape(shape))
+        np.add(move.dst_inner[:, None], blocks.dst_offset, out=dst_offset[part].reshape(shape))
+        length[part].reshape(shape)[:] = blocks.length if move.whole else move.length[:, None]
         at = part.stop
     return WriteBatch(plan.src, plan.dst, src_region, src_offset, dst_region, dst_offset, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -21,9 +22,10 @@ from sglang_pd.protocol.bind import (
 from sglang_pd.protocol.coverage import prove_coverage
 from sglang_pd.protocol.errors import IncompatiblePeer
 from sglang_pd.protocol.handshake import compare
-from sglang_pd.protocol.kinds import Elements, Prompt
+from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.ledger import Expected
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
-from sglang_pd.protocol.messages import Verdict
+from sglang_pd.protocol.messages import Verdict, Writer
 from sglang_pd.protocol.plan import Plan, compile_plan, semantic_digest
 from sglang_pd.protocol.spaces import AnySpace
 
@@ -34,6 +36,18 @@ MAX_PAIRINGS: Final = 64
 def manifest_digest(manifest: InstanceManifest) -> int:
     """xxh3-64 of the manifest's msgpack form; the name of a manifest on the wire and in caches."""
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(manifest))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A range of one component that a source rank has written: layer ids and elements, both half-open; all 0: empty."""
+
+    kind: str
+    layer_start: int
+    layer_stop: int
+    start: int
+    stop: int
+    last: bool
 
 
 class Pairing:
@@ -51,6 +65,7 @@ class Pairing:
         self.needed = NeededLists(needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds))
         self._plans: dict[tuple[RankId, RankId], Plan] = {}
         self._proven: set[RankId] = set()
+        self._owed: dict[RankId, dict[str, tuple[int, ...]]] = {}
         self._digest: int | None = None
 
     def plan(self, src_rank: RankId, dst_rank: RankId) -> Plan:
@@ -96,40 +111,47 @@ class Pairing:
                 return component.space
         raise IncompatiblePeer("no rank of decode has that kind", where=kind)
 
-    def owed(self, src_rank: RankId) -> dict[str, bool]:
-        """Kinds for which a source rank owes a record; True where any of its plans moves bytes of the kind.
+    def owed(self, src_rank: RankId) -> dict[str, tuple[int, ...]]:
+        """Kinds for which a source rank owes records, each with the layer ids that its plans move, rising.
 
-        A rank whose plans are empty for a kind that it registers reports too, with an empty range.
+        A rank that registers a kind but whose plans move none of it owes one empty record: its layers are ().
         """
-        moving = {kind for dst in self.decode.ranks for kind in self._compiled(src_rank, dst.rank).kinds}
-        registered = {component.kind for component in self.prefill.rank(src_rank).components}
-        return {kind: kind in moving for kind in self.kinds if kind in registered}
+        if src_rank not in self._owed:
+            layers: dict[str, set[int]] = {}
+            for dst in self.decode.ranks:
+                for move in self._compiled(src_rank, dst.rank).moves:
+                    layers.setdefault(move.kind, set()).update(move.layer_id.tolist())
+            registered = {component.kind for component in self.prefill.rank(src_rank).components}
+            self._owed[src_rank] = {
+                kind: tuple(sorted(layers.get(kind, ()))) for kind in self.kinds if kind in registered
+            }
+        return self._owed[src_rank]
 
-    def expected(self, prompt: Prompt) -> dict[tuple[RankId, str], Elements]:
-        """For each (writer, kind) that must report: the elements its records must tile, empty where it owes none."""
-        result: dict[tuple[RankId, str], Elements] = {}
+    def expected(self, prompt: Prompt) -> tuple[Expected, ...]:
+        """For each (writer, component) that must report: the layers and elements that its records must tile."""
+        result = []
         for rank in self.prefill.ranks:
-            for kind, moves in self.owed(rank.rank).items():
+            writer = Writer(pp=rank.rank.pp_rank, tp=rank.rank.tp_rank)
+            for kind, layers in self.owed(rank.rank).items():
                 live = live_elements(kind, self.component_space(kind), prompt)
-                result[rank.rank, kind] = live if moves else Elements(live.start, live.start)
-        return result
+                result.append(Expected(writer, kind, layers, live.start, live.stop))
+        return tuple(result)
 
-    def records(self, src_rank: RankId, prompt: Prompt, chunk: Chunk) -> dict[str, Elements]:
-        """What a source rank may report once a chunk's transfers to all destination ranks are DONE, by kind.
+    def records(self, src_rank: RankId, prompt: Prompt, chunk: Chunk) -> list[Record]:
+        """What a source rank may report once a chunk's transfers to all destination ranks are DONE.
 
-        Kinds that the chunk does not advance are left out; with the last chunk every owed kind is there.
+        Kinds that the chunk does not advance are left out; with the last chunk every owed kind is there, empty where
+        nothing of it was left or owed.
         """
-        result: dict[str, Elements] = {}
-        for kind, moves in self.owed(src_rank).items():
-            space = self.component_space(kind)
-            elements = chunk_elements(kind, space, prompt, chunk)
-            if elements is None:
+        result = []
+        for kind, layers in self.owed(src_rank).items():
+            elements = chunk_elements(kind, self.component_space(kind), prompt, chunk)
+            if elements is None or not (len(elements) or chunk.last):
                 continue
-            if not moves:
-                start = live_elements(kind, space, prompt).start
-                elements = Elements(start, start)
-            if len(elements) or chunk.last:
-                result[kind] = elements
+            if layers and len(elements):
+                result.append(Record(kind, layers[0], layers[-1] + 1, elements.start, elements.stop, chunk.last))
+            elif chunk.last:
+                result.append(Record(kind, 0, 0, 0, 0, True))
         return result
 
 
