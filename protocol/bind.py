@@ -169,17 +169,39 @@ class _Blocks:
     length: U64
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Single rows that a move covers: element number (int64), byte offset in source and destination region (uint64)."""
+
+    element: I64
+    src_offset: U64
+    dst_offset: U64
+
+
+def rows_of(move: Move, room: RoomIndices, elements: Elements) -> Rows:
+    """Every row of the range that this plan's ranks hold, one by one: what verification reads. Not merged."""
+    starts = np.arange(elements.start, elements.stop, dtype=np.int64)
+    kept, src_at, dst_at = _located(move, room, starts)
+    return Rows(starts[kept], _offsets(move.src, src_at), _offsets(move.dst, dst_at))
+
+
+def _located(move: Move, room: RoomIndices, starts: I64) -> tuple[Any, I64, I64]:
+    """Slots on both sides of the element positions that both ranks hold, and the selection of those positions."""
+    src_at, src_here = _slots(move.src.space, room.src, Prompt(room.prompt.tokens), starts)
+    dst_at, dst_here = _slots(move.dst.space, room.dst, room.prompt, starts)
+    here = src_here if dst_here is None else dst_here if src_here is None else src_here & dst_here
+    if here is None:
+        return slice(None), src_at, dst_at
+    return here, src_at[here], dst_at[here]
+
+
 def _blocks(move: Move, room: RoomIndices, elements: Elements) -> _Blocks:
     size = gcd(_run(move.src), _run(move.dst)) if move.whole else 1
     starts = np.arange(elements.start // size, -(-elements.stop // size), dtype=np.int64) * size
     stops = np.minimum(starts + size, elements.stop)
     starts = np.maximum(starts, elements.start)
-    src_at, src_here = _slots(move.src.space, room.src, Prompt(room.prompt.tokens), starts)
-    dst_at, dst_here = _slots(move.dst.space, room.dst, room.prompt, starts)
-    rows = (stops - starts).astype(np.uint64)
-    here = src_here if dst_here is None else dst_here if src_here is None else src_here & dst_here
-    if here is not None:
-        src_at, dst_at, rows = src_at[here], dst_at[here], rows[here]
+    kept, src_at, dst_at = _located(move, room, starts)
+    rows = (stops - starts)[kept].astype(np.uint64)
     blocks = _Blocks(_offsets(move.src, src_at), _offsets(move.dst, dst_at), rows * np.uint64(move.src.row_bytes))
     return _merged(blocks) if move.whole else blocks
 
