@@ -1,0 +1,393 @@
+"""The `nixl` backend: the real nixl package, its UCX plugin by default.
+
+One thread of ours owns the library's agent (`nixl_engine`); the owner of the backend never waits for it but in
+`register`, `adopt`, `describe`, `connect` and `disconnect`. What the library was measured to do, and what follows:
+
+- `transfer()` copies in the calling thread where UCX uses CMA. So it is called in our thread, piece by piece.
+- A handle that ended well, polled to its end, is the only sign of DONE. Releasing a handle does not cancel it, so none
+  is released before it has ended, and one past its deadline is polled on: UNKNOWN may still become DONE.
+- A transfer that the library ended with an error is UNKNOWN, whatever the error says; a lost connection included, since
+  bytes may wait in the peer's sockets. It becomes FAILED when the kernel shows that the peer's process has exited (a
+  pidfd; same host and PID namespace, host memory on both sides). A transfer of which nothing was handed over, or
+  whose every piece that was handed over ended well, needs no such proof.
+- Deregistering revokes nothing (bytes still land, and over TCP a target that also freed the memory dies). So segments
+  stay registered until `close`, and `revoke` closes this side's whole agent and builds another one.
+
+What `revoke(epoch)` proves: the destination's agent has been destroyed, with every socket that held bytes of that epoch
+(`engine_closed`; it costs every connection, `describe` has changed and peers connect anew, outgoing ones too). That
+stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
+where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
+has exited. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC.
+A revoked epoch must not be given the new blob.
+
+Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
+at interpreter exit (its libraries' finalisers): programs should flush and end with `os._exit`; this library never does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.backends import nixl_memory
+from sglang_pd.backends.base import (
+    DEFAULT_DEADLINE_S,
+    Backend,
+    Capabilities,
+    Peer,
+    Segment,
+    Transfer,
+    TransferState,
+    batch_addresses,
+    check_batch,
+)
+from sglang_pd.backends.nixl_blob import MAX_SEGMENTS, AgentBlob, SegmentEntry, decode_blob, encode_blob
+from sglang_pd.backends.nixl_engine import Engine
+from sglang_pd.backends.nixl_host import ProcessIdentity, own_identity, same_host, same_pid_namespace
+from sglang_pd.backends.nixl_library import Library, load_library, log
+from sglang_pd.backends.nixl_link import Link
+from sglang_pd.backends.nixl_options import (
+    NixlOptions,
+    check_environment,
+    may_use_rdma,
+    parse_options,
+    rdma_devices,
+    settings_digest,
+    ucx_settings,
+)
+from sglang_pd.backends.nixl_probe import Probe, Transports
+from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Work
+from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.errors import BackendError, PdError
+
+IDLE_CPU = 0.02
+REVOKE_WITHIN_S = 5.0
+VERIFIED_ON = {
+    "cma": "nixl 1.5.1 (UCX 1.23), host memory, two-core AMD EPYC machine",
+    "tcp": "nixl 1.5.1 (UCX 1.23), host memory, loopback, two-core AMD EPYC machine",
+    "cuda_ipc": "not yet run through this backend",
+    "rdma": "not yet run on an RDMA NIC",
+    "libfabric": "not yet run",
+}
+
+_DEVICE = re.compile(r"cpu|cuda:(0|[1-9]\d{0,3})")
+_found: dict[tuple[int, str, tuple[str, ...]], Transports] = {}
+
+
+def create(*, epoch: int, options: Mapping[str, Any]) -> NixlBackend:
+    """Build the backend for the worker incarnation `epoch`; `options` as in `nixl_options.NixlOptions`.
+
+    Takes a second or two: a child process finds out which transport UCX uses here. Raises `ConfigError` for an option
+    or a `UCX_*` setting that cannot work, `BackendUnavailable` naming the package or library file that is missing.
+    """
+    if not isinstance(epoch, int) or not 0 <= epoch < 1 << 64:
+        raise BackendError("an epoch is an unsigned 64-bit number", where="create", actual=repr(epoch))
+    parsed = parse_options(options)
+    settings = ucx_settings()
+    check_environment(parsed, settings, rdma_devices())
+    return NixlBackend(epoch, parsed, settings, load_library(parsed))
+
+
+class NixlPeer(Peer):
+    """One incarnation of a remote `nixl` backend."""
+
+    def __init__(self, link: Link, transport: str) -> None:
+        self.epoch = link.blob.epoch
+        self.segment_bytes = tuple(entry.nbytes for entry in link.blob.segments)
+        self.transport = transport
+        self.link = link
+        self.disconnected = False
+        self.devices = tuple(entry.device for entry in link.blob.segments)
+        self.base: NDArray[np.uint64] = np.array([entry.address for entry in link.blob.segments], np.uint64)
+        self.bytes: NDArray[np.uint64] = np.array(self.segment_bytes, np.uint64)
+
+    @property
+    def lost(self) -> PdError | None:
+        """Why the peer is known to be gone, or None."""
+        return self.link.lost
+
+
+class NixlBackend(Backend):
+    """See the module. `settings`: the `UCX_*` and `NIXL_*` environment settings in force, by name."""
+
+    def __init__(self, epoch: int, options: NixlOptions, settings: Mapping[str, str], library: Library) -> None:
+        self._epoch, self._options, self._library = epoch, options, library
+        self.settings = dict(settings)
+        self._digest = settings_digest(options, settings)
+        self._segments: tuple[Segment, ...] = ()
+        self._own: dict[int, Segment] = {}
+        self._devices: tuple[str, ...] = ()
+        self._base = self._bytes = np.empty(0, np.uint64)
+        self._closed = False
+        probe = None if self._key(()) in _found else Probe(library.package, options)
+        self._engine = Engine(library, options, epoch)
+        try:
+            self._engine.call(self._engine.start)
+        except PdError:
+            self._engine.stop()
+            raise
+        if probe is not None:
+            _found[self._key(())] = probe.result()
+        self._host = _found[self._key(())]
+        if self._host.failure and options.plugin == "UCX":
+            log.warning("the transport in use could not be found out: %s", self._host.failure)
+        log.info(
+            "nixl %s (%s) over %s; settings in force: %s", library.version, library.package, self.transport(), settings
+        )
+
+    def _key(self, devices: tuple[str, ...]) -> tuple[int, str, tuple[str, ...]]:
+        return self._digest, self._library.package, devices
+
+    def transport(self) -> str:
+        """What UCX uses for host memory between two processes of this host; for LIBFABRIC the plugin's name."""
+        return self._host.name("cpu", "cpu") if self._options.plugin == "UCX" else self._options.plugin.lower()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do here. `revoke_proof` is `none` once device memory is registered."""
+        spins = self._options.progress_thread
+        device = nixl_memory.cuda_present()
+        return Capabilities(
+            name="nixl",
+            host_memory=True,
+            device_memory=device,
+            same_host_only=False,
+            adopts_host=True,
+            adopts_device=device,
+            revoke_proof=self._proof(),
+            revoke_scope="backend",
+            revoke_within_s=REVOKE_WITHIN_S,
+            verified_on=VERIFIED_ON,
+            idle_cpu=1.0 if spins else IDLE_CPU,
+            idle_reason="the library's progress thread spins (option progress_thread)" if spins else "",
+        )
+
+    def _proof(self) -> Literal["engine_closed", "none"]:
+        if self._options.plugin != "UCX" or may_use_rdma(self._options, self.settings, rdma_devices()):
+            return "none"
+        return "none" if any(device != "cpu" for device in self._devices) else "engine_closed"
+
+    @property
+    def epoch(self) -> int:
+        """Random 64-bit identity of this incarnation."""
+        return self._epoch
+
+    # Memory
+
+    def allocate(self, nbytes: int, device: str = "cpu") -> Segment:
+        """Zeroed memory, page aligned on the host. Raises `BackendError` (`memory_refused`)."""
+        self._check_open()
+        segment = nixl_memory.allocate(nbytes, device)
+        self._own[segment.address] = segment
+        return segment
+
+    def adopt(self, segment: Segment) -> Segment:
+        """Accept host memory that is mapped for reading and writing, or cudaMalloc memory, after a real registration."""
+        self._check_open()
+        if not _DEVICE.fullmatch(segment.device) or segment.nbytes <= 0 or segment.address <= 0:
+            raise nixl_memory.refused("not a segment", segment.nbytes, segment.device, actual=repr(segment))
+        if segment.device == "cpu":
+            nixl_memory.check_host(segment)
+        else:
+            nixl_memory.check_cuda(segment)
+        entry = _entry(segment)
+        self._engine.call(lambda: self._engine.probe(entry))
+        self._own[segment.address] = segment
+        return segment
+
+    def register(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        """Number and register the segments, kept until `close`. Raises `BackendError` (`memory_refused`)."""
+        self._check_open()
+        made = [replace(one, number=len(self._segments) + i) for i, one in enumerate(segments)]
+        for number, one in enumerate(made):
+            known = self._own.get(one.address)
+            if known is None or known.nbytes != one.nbytes or known.device != one.device:
+                raise nixl_memory.refused("neither allocated nor adopted by this backend", one.nbytes, one.device)
+            for other in [*self._segments, *made[:number]]:
+                if _overlap(one, other):
+                    raise nixl_memory.refused("overlaps another segment", one.nbytes, one.device, actual=repr(other))
+        if len(self._segments) + len(made) > MAX_SEGMENTS:
+            raise nixl_memory.refused("too many segments", 0, "", expected=f"at most {MAX_SEGMENTS}")
+        self._engine.call(lambda: self._engine.register([_entry(one) for one in made]))
+        self._segments += tuple(made)
+        self._devices = tuple(one.device for one in self._segments)
+        self._base = np.array([one.address for one in self._segments], np.uint64)
+        self._bytes = np.array([one.nbytes for one in self._segments], np.uint64)
+        return tuple(made)
+
+    # Peers
+
+    def describe(self) -> bytes:
+        """The connect blob. Another one after every `revoke`."""
+        self._check_open()
+        agent, metadata = self._engine.call(self._engine.describe)
+        return encode_blob(
+            AgentBlob(
+                epoch=self._epoch,
+                agent=agent,
+                nixl_version=self._library.version,
+                plugin=self._options.plugin,
+                settings=self._digest,
+                process=own_identity(),
+                segments=[_entry(one) for one in self._segments],
+                metadata=metadata,
+            )
+        )
+
+    def connect(self, blob: bytes, epoch: int) -> Peer:
+        """Connect to an incarnation; starts wiring up and does not wait for it.
+
+        Raises `BackendError` for a blob of another backend, version or epoch, and for device memory that would travel
+        over TCP; `TransferError` (`peer_lost`) when there is nobody.
+        """
+        self._check_open()
+        body = decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
+        if body.epoch == self._epoch:
+            raise BackendError("a backend does not connect to itself", where=f"peer {body.agent}")
+        transport = self._transport_to(body)
+        return NixlPeer(self._engine.call(lambda: self._engine.connect(body)), transport)
+
+    def _transport_to(self, body: AgentBlob) -> str:
+        """The transports of writes to that peer. Refuses TCP, or the unknown, for device memory."""
+        if self._options.plugin != "UCX":
+            found = Transports(failure="the plugin does not tell")
+        elif same_host(body.process) and body.settings == self._digest:
+            found = self._host
+        else:
+            # What was found on this host with these settings does not hold there: ask UCX about that very peer.
+            found = Probe(self._library.package, self._options, metadata=body.metadata).result()
+        src = sorted({one for one in self._devices if one != "cpu"})
+        dst = sorted({one.device for one in body.segments if one.device != "cpu"})
+        if not src and not dst:
+            return found.name("cpu", "cpu") if self._options.plugin == "UCX" else self._options.plugin.lower()
+        if found is self._host:
+            found = self._device_transports((*src[:1], *dst[-1:]))
+        pair = ("cuda" if src else "cpu", "cuda" if dst else "cpu")
+        if not found.verified_without_tcp(*pair) and not self._options.allow_tcp_for_device:
+            raise BackendError(
+                "device memory would travel over TCP, or over a transport that could not be found out",
+                where=f"connect, peer {body.agent}, {pair[0]} to {pair[1]}",
+                expected="a transport of the device (cuda_ipc, an RDMA device)",
+                actual=found.name(*pair) if not found.failure else found.failure[:200],
+                hint="Set $.backend.options.allow_tcp_for_device to true to accept it; UCX_TLS is in the details.",
+                ucx_tls=self.settings.get("UCX_TLS", "unset"),
+            )
+        return found.name(*pair)
+
+    def _device_transports(self, devices: tuple[str, ...]) -> Transports:
+        if self._key(devices) not in _found:
+            _found[self._key(devices)] = Probe(self._library.package, self._options, devices=devices).result()
+        return _found[self._key(devices)]
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer. What is in flight to it is polled to its end all the same. Idempotent."""
+        mine = self._mine(peer)
+        if not mine.disconnected and not self._closed:
+            mine.disconnected = True
+            self._engine.call(lambda: self._engine.disconnect(mine.link))
+
+    # Transfers
+
+    def write(
+        self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Transfer:
+        """Start copying the batch. Raises `BackendError` (`segment_invalid`) for a range outside its segment."""
+        self._check_open()
+        mine = self._mine(peer)
+        link = mine.link
+        if len(batch) == 0:
+            done = NixlTransfer(link.name, 0, deadline_s)
+            done.settle(TransferState.DONE)
+            return done
+        check_batch(batch, self._bytes, mine.bytes, peer=link.name)
+        src, dst = batch_addresses(batch, self._base, mine.base)
+        addresses = Addresses(
+            src,
+            dst,
+            batch.length.copy(),
+            batch.src.segment[batch.src_region],
+            batch.dst.segment[batch.dst_region],
+            self._devices,
+            mine.devices,
+        )
+        limit = self._options.max_deadline_s
+        transfer = NixlTransfer(link.name, batch.total_bytes, deadline_s if limit is None else min(deadline_s, limit))
+        if link.lost is not None or mine.disconnected:
+            lost = link.lost or BackendError("the peer was disconnected here", code="peer_lost", where=link.name)
+            transfer.settle(TransferState.FAILED, lost)
+            return transfer
+        host_only = all(device == "cpu" for device in (*self._devices, *mine.devices))
+        self._engine.submit(link, Work(transfer, addresses, host_only, after))
+        return transfer
+
+    def fence(self, peer: Peer) -> bool:
+        """True when every transfer to the peer is DONE or FAILED."""
+        return not self._mine(peer).link.open
+
+    def revoke(self, epoch: int) -> bool:
+        """Close this side's agent for the sake of `epoch`; see the module for what that proves."""
+        self._check_open()
+        if self._proof() == "none":
+            return False
+        if not self._engine.revoke(epoch):
+            return False
+        return not self._cma_possible() or self._engine.writer_gone(epoch, self._reaches_by_cma)
+
+    def _cma_possible(self) -> bool:
+        """Whether a process of this host could write here without going through our agent."""
+        used = self._host.paths.get(("cpu", "cpu"))
+        return used is None or any(not name.startswith("tcp") for name in used)
+
+    @staticmethod
+    def _reaches_by_cma(process: ProcessIdentity) -> bool:
+        return same_pid_namespace(process)
+
+    def progress(self) -> None:
+        """Make `wakeup_fd` quiet again; the library advances in its own thread."""
+        if self._closed:
+            return
+        try:
+            os.eventfd_read(self._engine.news_fd)
+        except BlockingIOError:
+            pass
+
+    def wakeup_fd(self) -> int | None:
+        """Readable when a transfer or a peer may have news; `progress` makes it quiet."""
+        return None if self._closed else self._engine.news_fd
+
+    def close(self) -> None:
+        """Close the agent, join the thread, let go of the memory. Have peers fenced before: a writer of this host that
+        still copies with CMA would write to whatever is mapped there next. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._engine.stop()
+        self._own.clear()
+        self._segments = ()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BackendError("the backend is closed", where="nixl")
+
+    def _mine(self, peer: Peer) -> NixlPeer:
+        if not isinstance(peer, NixlPeer):
+            raise BackendError("not a peer of this backend", where="nixl", actual=type(peer).__name__)
+        return peer
+
+
+def _entry(segment: Segment) -> SegmentEntry:
+    return SegmentEntry(segment.address, segment.nbytes, segment.device)
+
+
+def _overlap(one: Segment, other: Segment) -> bool:
+    return (
+        one.device == other.device
+        and one.address < other.address + other.nbytes
+        and other.address < one.address + one.nbytes
+    )

@@ -1,0 +1,400 @@
+"""The one thread that owns the library's agent: it posts, polls, advances, connects, closes and rebuilds.
+
+How often it looks when there is nothing to do: all the time for a quarter of a second after anything moved while pieces
+are in flight, then every millisecond; with peers but nothing in flight every millisecond for a second after the last
+sign of life and then every 5 ms; without peers it sleeps until called.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang_pd.backends.nixl_blob import AgentBlob, SegmentEntry, agent_name
+from sglang_pd.backends.nixl_host import ProcessIdentity, own_identity, process_gone
+from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
+from sglang_pd.backends.nixl_link import Link
+from sglang_pd.backends.nixl_memory import use_device
+from sglang_pd.backends.nixl_options import NixlOptions
+from sglang_pd.backends.nixl_transfer import Work
+from sglang_pd.protocol.errors import BackendError, PdError, TransferError
+
+T = TypeVar("T")
+
+CALL_S = 120.0
+"""Longest wait in seconds for a call into the thread (registration, connecting)."""
+HOT_S = 0.25
+AWARE_S = 1.0
+HINTED_S = 0.05
+WATCH_S = 0.01
+DRAIN_S = 0.2
+"""Seconds that unfinished transfers of ours get before our agent closes under them."""
+HELLO = b"PD-NIXL hello"
+MAX_NOTE_BYTES = 1024
+MAX_WRITERS = 65_536
+MAX_COMMANDS = 65_536
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a writer says about itself when it connects, so that its death can be shown later."""
+
+    epoch: int
+    process: ProcessIdentity
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call from the owner's thread, and its answer."""
+
+    function: Callable[[], Any]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: Exception | None = None
+
+
+class Engine:
+    """Owns the agent. Methods under "owner" may be called by the backend's owner; the rest runs in the thread."""
+
+    def __init__(self, library: Library, options: NixlOptions, epoch: int) -> None:
+        self._library, self._options, self._epoch = library, options, epoch
+        self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._commands: deque[tuple[Link, Work] | _Call] = deque()
+        self._sleeping = self._stopping = False
+        self._agent: Agent | None = None
+        self._build = 0
+        self._segments: list[SegmentEntry] = []
+        self._links: dict[str, Link] = {}
+        self._ghosts: list[Link] = []
+        self._serving = False
+        self._moved = self._seen = self._hinted = self._watched = 0.0
+        self.writers: dict[int, set[ProcessIdentity]] = {}
+        self.revoked: dict[int, bool] = {}
+        self._thread = threading.Thread(target=self._run, name=f"nixl-{epoch:016x}", daemon=True)
+        self._thread.start()
+
+    # Owner
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` in the thread and return what it returns or raise what it raises."""
+        call = _Call(function)
+        self._command(call)
+        if not call.done.wait(CALL_S):
+            raise TransferError(f"no answer within {CALL_S:g} s", code="transfer_timeout", where="nixl's thread")
+        if call.error is not None:
+            raise call.error
+        result: T = call.result
+        return result
+
+    def submit(self, link: Link, work: Work) -> None:
+        """Start a transfer. Raises `BackendError` (`queue_full`) when too many wait."""
+        if len(self._commands) >= MAX_COMMANDS:
+            raise BackendError("too many transfers wait", code="queue_full", where="write", actual=MAX_COMMANDS)
+        link.open.add(work.transfer)
+        try:
+            self._command((link, work))
+        except BackendError:
+            link.open.discard(work.transfer)
+            raise
+
+    def _command(self, command: tuple[Link, Work] | _Call) -> None:
+        if not self._thread.is_alive() or self._stopping:
+            raise BackendError("the backend is closed", where="nixl")
+        self._commands.append(command)
+        if self._sleeping:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def revoke(self, epoch: int) -> bool:
+        """Close the agent for the sake of `epoch`, once. True when that has been done and shown."""
+        if epoch not in self.revoked:
+            self.revoked[epoch] = False
+            self._command(_Call(self._rebuild))
+        return self.revoked[epoch]
+
+    def writer_gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
+        """Whether every process that called itself `epoch`, and that could reach this memory itself, has exited."""
+        known = self.writers.get(epoch)
+        return bool(known) and all(not reachable(one) or process_gone(one) for one in known or ())
+
+    def stop(self) -> None:
+        """Close the agent and end the thread. Transfers left are UNKNOWN. Idempotent."""
+        if not self._stopping:
+            self._stopping = True
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join(CALL_S)
+            if self._thread.is_alive():
+                log.error("nixl's thread did not end within %g s; it is left behind", CALL_S)
+                return
+            os.close(self._wake_fd)
+            os.close(self.news_fd)
+
+    # Thread: the loop
+
+    def _run(self) -> None:
+        defects = 0
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception as error:  # the thread must outlive any defect
+                defects += 1
+                if defects <= 10:
+                    log.exception("defect in nixl's thread")
+                fault = TransferError(f"{type(error).__name__}: {error}", code="internal", where="nixl's thread")
+                for link in [*self._links.values(), *self._ghosts]:
+                    link.lose(fault)
+                time.sleep(0.01)
+        self._end()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._obey(self._commands.popleft())
+        now = time.monotonic()
+        agent = self._agent
+        if agent is not None:
+            for link in [*self._links.values(), *self._ghosts]:
+                if link.step(agent, now):
+                    self._moved = self._seen = time.monotonic()
+            if self._serving or self._links:
+                self._listen(agent, now)
+            self._forget(agent)
+        self._sleep(now)
+
+    def _sleep(self, now: float) -> None:
+        pause = self._pause_ms(now)
+        if pause == 0 and now - self._watched < WATCH_S:
+            return
+        self._watched = now
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        watched = {}
+        for link in [*self._links.values(), *self._ghosts]:
+            if link.watch.fd >= 0 and not link.watch.known():
+                watched[link.watch.fd] = link
+                poller.register(link.watch.fd, select.POLLIN)
+        self._sleeping = True
+        if self._commands or self._stopping:
+            pause = 0
+        ready = poller.poll(pause)
+        self._sleeping = False
+        for fd, _ in ready:
+            if fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            elif watched[fd].watch.gone():
+                watched[fd].died()
+
+    def _pause_ms(self, now: float) -> int | None:
+        waiting = [link for link in [*self._links.values(), *self._ghosts] if link.waiting()]
+        if waiting:
+            if not any(link.urgent() for link in waiting):
+                return 5
+            return 0 if now - self._moved < HOT_S else 1
+        if self._serving or self._links:
+            if now - self._hinted < HINTED_S:
+                return 0
+            return 1 if now - self._seen < AWARE_S else 5
+        return None
+
+    def _obey(self, command: tuple[Link, Work] | _Call) -> None:
+        if isinstance(command, _Call):
+            try:
+                command.result = command.function()
+            except Exception as error:
+                command.error = error
+            command.function = _nothing
+            command.done.set()
+            return
+        link, work = command
+        self._moved = self._seen = time.monotonic()
+        link.submit(work)
+        if self._links.get(link.name) is not link and link not in self._ghosts:
+            self._ghosts.append(link)
+
+    def _listen(self, agent: Agent, now: float) -> None:
+        try:
+            notes = agent.notifications()
+        except TransferError as error:
+            if now - self._watched > AWARE_S:
+                log.warning("%s", error)
+            return
+        for messages in notes.values():
+            self._seen = self._hinted = now
+            for message in messages:
+                if message.startswith(HELLO) and len(message) <= MAX_NOTE_BYTES:
+                    self._greet(message[len(HELLO) :])
+
+    def _greet(self, message: bytes) -> None:
+        try:
+            hello = msgspec.msgpack.decode(message, type=Hello)
+        except msgspec.MsgspecError as error:
+            log.warning("a writer's greeting does not decode: %s", error)
+            return
+        self._know(hello.epoch, hello.process)
+        if self.revoked.get(hello.epoch):
+            # It has connected to the agent that replaced the one it was revoked from.
+            del self.revoked[hello.epoch]
+
+    def _know(self, epoch: int, process: ProcessIdentity) -> None:
+        self.writers.setdefault(epoch, set()).add(process)
+        while len(self.writers) > MAX_WRITERS:
+            self.writers.pop(next(iter(self.writers)))
+
+    def _news(self) -> None:
+        try:
+            os.eventfd_write(self.news_fd, 1)
+        except BlockingIOError:
+            pass  # readable already
+
+    def _forget(self, agent: Agent) -> None:
+        """Drop links that nobody uses, and those of lost peers, once nothing of theirs is open."""
+        for name, link in list(self._links.items()):
+            if (link.lost is not None or not link.users) and not link.waiting():
+                del self._links[name]
+                link.detach(agent)
+                if not link.idle():
+                    self._ghosts.append(link)
+        if self._ghosts:
+            for link in [link for link in self._ghosts if link.idle()]:
+                link.watch.close()
+            self._ghosts = [link for link in self._ghosts if not link.idle()]
+
+    # Thread: what the owner calls
+
+    def start(self) -> None:
+        """Build the agent. Raises `BackendUnavailable`."""
+        self._agent = Agent(self._library, agent_name(self._epoch, self._build), self._options)
+
+    def agent(self) -> Agent:
+        """The agent. Raises `BackendError` where it could not be rebuilt."""
+        if self._agent is None:
+            raise BackendError("the library's agent is gone", code="backend_unavailable", where="nixl")
+        return self._agent
+
+    def register(self, segments: list[SegmentEntry]) -> None:
+        """Register the segments for life."""
+        for entry in segments:
+            if entry.device != "cpu":
+                use_device(entry.device)
+        self.agent().register(segments)
+        self._segments += segments
+
+    def probe(self, segment: SegmentEntry) -> None:
+        """Really register a segment, and take it back."""
+        if segment.device != "cpu":
+            use_device(segment.device)
+        agent = self.agent()
+        for registered in agent.register([segment]):
+            agent.deregister(registered)
+
+    def describe(self) -> tuple[str, bytes]:
+        """Name and metadata of the agent. From now on peers may exist."""
+        self._serving = True
+        self._seen = time.monotonic()
+        agent = self.agent()
+        return agent.name, agent.metadata()
+
+    def connect(self, blob: AgentBlob) -> Link:
+        """A link to the peer; the one that is there if it stands."""
+        link = self._links.get(blob.agent)
+        if link is not None and link.lost is None:
+            link.users += 1
+            return link
+        if link is not None:
+            raise TransferError(
+                "this incarnation is lost and transfers to it are still being given up",
+                code="peer_lost",
+                where=blob.agent,
+            )
+        link = Link(blob, self._options, self._news)
+        if link.watch.gone():
+            link.watch.close()
+            raise TransferError("the peer's process has exited", code="peer_lost", where=f"peer {blob.agent}")
+        try:
+            link.attach(self.agent())
+        except PdError:
+            link.watch.close()
+            raise
+        link.users = 1
+        self._links[link.name] = link
+        self._know(blob.epoch, blob.process)
+        hello = HELLO + msgspec.msgpack.encode(Hello(self._epoch, own_identity()))
+        self._seen = time.monotonic()
+        link.hint(self.agent(), hello, self._seen)
+        return link
+
+    def disconnect(self, link: Link) -> None:
+        """One user less; the last one ends the link."""
+        link.users -= 1
+        if link.users <= 0:
+            link.lose(TransferError("disconnected here", code="peer_lost", backend="nixl"))
+
+    # Thread: closing
+
+    def _rebuild(self) -> None:
+        """Close the agent for every epoch that asked, and build another one under a new name."""
+        asked = [epoch for epoch, shown in self.revoked.items() if not shown]
+        if self._agent is None or not asked:
+            return
+        shown = self._close(DRAIN_S)
+        self._build += 1
+        try:
+            self.start()
+            self.agent().register(self._segments)
+        except PdError as error:
+            self._agent = None
+            log.error("nixl's agent could not be rebuilt: %s", error)
+        if shown:
+            self.revoked.update(dict.fromkeys(asked, True))
+        else:
+            log.error("nixl's agent was not destroyed; nothing is proven")
+        self._news()
+
+    def _close(self, drain_s: float) -> bool:
+        agent = self._agent
+        if agent is None:
+            return True
+        until = time.monotonic() + drain_s
+        while time.monotonic() < until:
+            # Greetings that wait in our sockets are the only word of who has written here.
+            self._listen(agent, time.monotonic())
+            for link in self._links.values():
+                link.step(agent, time.monotonic())
+            time.sleep(0.001)
+        error = TransferError("our own agent was closed by revoke or close", code="peer_lost", backend="nixl")
+        handles: list[Handle] = []
+        for link in [*self._links.values(), *self._ghosts]:
+            handles += link.abandon(error)
+            link.added = False
+            if link not in self._ghosts:
+                self._ghosts.append(link)
+        self._links.clear()
+        self._agent = None
+        return agent.destroy(handles)
+
+    def _end(self) -> None:
+        try:
+            self._close(0.0)
+        except Exception:
+            log.exception("nixl's agent did not close")
+        closed = BackendError("the backend is closed", where="nixl")
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, _Call):
+                command.error = closed
+                command.done.set()
+            else:
+                command[0].submit(command[1])
+                command[0].abandon(closed)
+        for link in self._ghosts:
+            link.watch.close()
+
+
+def _nothing() -> None:
+    return None
