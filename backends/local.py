@@ -1,0 +1,369 @@
+"""Same host, nothing to install: shared memory between processes, and CUDA IPC between GPUs.
+
+Host segments are sealed memfds whose descriptors travel over a Unix socket; the writer maps them and copies with
+threads of its own. Device segments are exported by CUDA IPC; a kernel of the writer stores into the peer's memory. That
+a writer is dead is what the operating system says of it, through a pidfd.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import select
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.backends.base import (
+    DEFAULT_DEADLINE_S,
+    Backend,
+    Capabilities,
+    Peer,
+    Segment,
+    Transfer,
+    batch_addresses,
+    check_batch,
+)
+from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
+from sglang_pd.backends.local_link import (
+    Address,
+    SegmentFacts,
+    host_identity,
+    open_connection,
+    pack_address,
+    unpack_address,
+)
+from sglang_pd.backends.local_listener import Exports, Listener
+from sglang_pd.backends.local_memory import HostMemory, create_memory
+from sglang_pd.backends.local_peer import LocalPeer, open_peer
+from sglang_pd.backends.local_transfer import LocalTransfer, Part
+from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
+
+if TYPE_CHECKING:
+    from sglang_pd.backends.local_cuda import CudaSide
+
+INLINE_BYTES = 128 << 10
+INLINE_DESCRIPTORS = 4096
+"""Batches up to both are copied by the calling thread: a hand-over to another thread would take longer."""
+
+REVOKE_WITHIN_S = 1.0
+
+
+class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the backend. copy_threads: threads that copy between host memories, 1 to 64."""
+
+    copy_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.copy_threads <= 64:
+            raise ValueError(f"copy_threads must be 1 to 64, not {self.copy_threads}")
+
+
+def create(*, epoch: int, options: Mapping[str, Any]) -> LocalBackend:
+    """Build the backend. Raises `ConfigError` for an option it does not know, `BackendUnavailable` off Linux."""
+    try:
+        chosen = msgspec.convert(dict(options), LocalOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            str(error),
+            where="$.backend.options",
+            expected=", ".join(LocalOptions.__struct_fields__),
+            actual=", ".join(options),
+        ) from error
+    for needed in ("memfd_create", "pidfd_open", "eventfd"):
+        if not hasattr(os, needed):
+            raise BackendUnavailable("this system lacks a call of Linux 5.3", where=f"os.{needed}")
+    return LocalBackend(epoch, chosen)
+
+
+def _cuda_installed() -> bool:
+    """True where device memory can be tried: the libraries and the driver's device node are there."""
+    present = all(importlib.util.find_spec(name) is not None for name in ("torch", "triton", "cuda"))
+    return present and os.path.exists("/dev/nvidiactl")
+
+
+class LocalBackend(Backend):
+    """The local transport of one worker incarnation."""
+
+    def __init__(self, epoch: int, options: LocalOptions) -> None:
+        self._epoch = epoch
+        self._process = os.getpid()
+        self._closed = False
+        self._scope: dict[tuple[int, int, str], HostMemory | None] = {}
+        self._segments: list[Segment] = []
+        self._facts: list[SegmentFacts] = []
+        self._base = np.zeros(0, np.uint64)
+        self._bytes = np.zeros(0, np.uint64)
+        self._on_device = np.zeros(0, np.bool_)
+        self._cuda: CudaSide | None = None
+        self._peers: list[LocalPeer] = []
+        self._leaving: list[LocalPeer] = []
+        self._wakeup = select.epoll()
+        self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup.register(self._news, select.EPOLLIN)
+        self._copier = Copier(options.copy_threads, self._notify)
+        self._listener = Listener(epoch)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Backend`. Device memory is claimed where the libraries and the driver are installed."""
+        return Capabilities(
+            name="local",
+            host_memory=True,
+            device_memory=_cuda_installed(),
+            same_host_only=True,
+            adopts_host=False,
+            adopts_device=_cuda_installed(),
+            revoke_proof="pidfd",
+            revoke_scope="peer",
+            revoke_within_s=REVOKE_WITHIN_S,
+            verified_on={"memfd": "x86-64 Linux", "cuda_ipc": "not yet run"},
+        )
+
+    @property
+    def epoch(self) -> int:
+        """See `Backend`."""
+        return self._epoch
+
+    def allocate(self, nbytes: int, device: str = "cpu") -> Segment:
+        """See `Backend`."""
+        self._check_usable()
+        if device == "cpu":
+            memory = create_memory(nbytes)
+            segment = Segment(memory.address, nbytes, device, memory.mapping)
+            self._scope[(memory.address, nbytes, device)] = memory
+            return segment
+        segment = self._device_side(device).allocate(nbytes)
+        self._scope[(segment.address, nbytes, device)] = None
+        return segment
+
+    def adopt(self, segment: Segment) -> Segment:
+        """See `Backend`. Device memory of `cudaMalloc` only: host memory cannot be given to another process later."""
+        self._check_usable()
+        if segment.device == "cpu":
+            raise BackendError(
+                "the local backend cannot adopt host memory: another process could not map it",
+                where=f"{segment.nbytes} bytes on cpu",
+                hint="Take the memory from this backend's allocate().",
+            )
+        adopted = self._device_side(segment.device).adopt(segment)
+        self._scope[(segment.address, segment.nbytes, segment.device)] = None
+        return adopted
+
+    def register(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        """See `Backend`."""
+        self._check_usable()
+        wanted = list(segments)
+        self._check_registrable(wanted)
+        numbered = []
+        for segment in wanted:
+            number = len(self._segments)
+            numbered.append(Segment(segment.address, segment.nbytes, segment.device, segment.keep_alive, number))
+            self._segments.append(numbered[-1])
+            if segment.device == "cpu":
+                self._facts.append(SegmentFacts(segment.nbytes, "cpu"))
+            else:
+                self._facts.append(self._device_side(segment.device).export(segment))
+        self._base = np.array([segment.address for segment in self._segments], np.uint64)
+        self._bytes = np.array([segment.nbytes for segment in self._segments], np.uint64)
+        self._on_device = np.array([segment.device != "cpu" for segment in self._segments], np.bool_)
+        memories = (self._scope[_key(segment)] for segment in self._segments)
+        self._listener.exports = Exports(tuple(self._facts), tuple(m.fd for m in memories if m is not None))
+        return tuple(numbered)
+
+    def describe(self) -> bytes:
+        """See `Backend`."""
+        self._check_usable()
+        return pack_address(Address(self._epoch, self._listener.name, host_identity()))
+
+    def connect(self, blob: bytes, epoch: int) -> LocalPeer:
+        """See `Backend`."""
+        self._check_usable()
+        address = unpack_address(blob)
+        if address.epoch != epoch:
+            raise BackendError(
+                "the blob describes another incarnation",
+                code="epoch_stale",
+                expected=f"{epoch:#x}",
+                actual=f"{address.epoch:#x}",
+            )
+        here = host_identity()
+        if address.host != here:
+            raise BackendError(
+                "the peer is not on this host, or not in this network namespace",
+                where="local",
+                expected=here,
+                actual=address.host,
+                hint="Choose a transport that leaves the host.",
+            )
+        peer = open_peer(epoch, open_connection(address, self._epoch), self._cuda, self._segments)
+        self._peers.append(peer)
+        for fd in peer.watched():
+            self._wakeup.register(fd, select.EPOLLIN | select.EPOLLRDHUP)
+        return peer
+
+    def write(
+        self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Transfer:
+        """See `Backend`."""
+        self._check_usable()
+        if not isinstance(peer, LocalPeer) or peer not in self._peers:
+            raise BackendError("not a connected peer of this backend", where=repr(peer))
+        check_batch(batch, self._bytes, peer.bytes, peer=f"{peer.epoch:#x}")
+        nbytes = batch.total_bytes
+        deadline = time.monotonic() + deadline_s
+        cause = peer.lost
+        if cause is not None and nbytes:
+            return LocalTransfer(nbytes, deadline, [], cause)
+        parts = self._start(peer, batch, nbytes, after) if nbytes else []
+        transfer = LocalTransfer(nbytes, deadline, parts)
+        peer.watch(transfer)
+        return transfer
+
+    def _start(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
+        src, dst = batch_addresses(batch, self._base, peer.base)
+        length = batch.length
+        if not (self._on_device.any() or peer.on_device.any()):
+            return self._start_host(src, dst, length, nbytes, after)
+        device = (
+            self._on_device[batch.src.segment][batch.src_region] | peer.on_device[batch.dst.segment][batch.dst_region]
+        )
+        parts: list[Part] = []
+        if device.any():
+            side = peer.cuda
+            if side is None:
+                raise BackendError("device memory on either side, and no device was opened", code="backend_unavailable")
+            parts.append(side.copy(src[device], dst[device], length[device], after))
+        host = ~device
+        if host.any():
+            left = length[host]
+            parts += self._start_host(src[host], dst[host], left, int(left.sum()), after)
+        return parts
+
+    def _start_host(
+        self, src: NDArray[np.uint64], dst: NDArray[np.uint64], length: NDArray[np.uint64], nbytes: int, after: Any
+    ) -> list[Part]:
+        ranges = src.view(np.int64), dst.view(np.int64), length.view(np.int64)
+        if after is None and nbytes <= INLINE_BYTES and length.shape[0] <= INLINE_DESCRIPTORS:
+            copy_now(*ranges)
+            return []
+        job = CopyJob(*ranges, after=after)
+        self._copier.submit(job)
+        return [job]
+
+    def fence(self, peer: Peer) -> bool:
+        """See `Backend`: True when no copy to that peer is running or queued."""
+        return isinstance(peer, LocalPeer) and peer.quiet()
+
+    def revoke(self, epoch: int) -> bool:
+        """See `Backend`: True when that incarnation's process is gone, or says that it has unmapped this memory."""
+        self._check_usable()
+        return self._listener.revoke(epoch)
+
+    def progress(self) -> None:
+        """See `Backend`. Needed only when `wakeup_fd` is readable."""
+        if self._closed:
+            return
+        for fd, _ in self._wakeup.poll(0):
+            if fd == self._news:
+                os.eventfd_read(self._news)
+            else:
+                # A lost peer stays readable for ever: heard once is enough, `lost` remembers.
+                self._wakeup.unregister(fd)
+        for peer in [peer for peer in self._leaving if peer.quiet()]:
+            self._leaving.remove(peer)
+            peer.close()
+
+    def wakeup_fd(self) -> int | None:
+        """See `Backend`."""
+        return None if self._closed else self._wakeup.fileno()
+
+    def disconnect(self, peer: Peer) -> None:
+        """See `Backend`. What is still queued for the peer is dropped."""
+        if not isinstance(peer, LocalPeer) or peer not in self._peers:
+            return
+        self._peers.remove(peer)
+        peer.cancel(TransferError("the peer was disconnected", where=f"{peer.epoch:#x}"))
+        self._unwatch(peer)
+        self._leaving.append(peer)
+        self.progress()
+
+    def close(self) -> None:
+        """See `Backend`. Transfers left are cancelled and joined, hence FAILED."""
+        if self._closed:
+            return
+        cause = TransferError("the backend was closed", where="local")
+        for peer in self._peers:
+            peer.cancel(cause)
+            self._unwatch(peer)
+        self._copier.close(cause)
+        if self._cuda is not None:
+            self._cuda.drain()
+        for peer in self._peers + self._leaving:
+            peer.close()
+        self._closed = True
+        self._listener.close()
+        if self._cuda is not None:
+            self._cuda.close()
+        for memory in self._scope.values():
+            if memory is not None:
+                os.close(memory.fd)
+        self._scope.clear()
+        self._segments.clear()
+        self._wakeup.close()
+        os.close(self._news)
+
+    # Inside.
+
+    def _notify(self) -> None:
+        os.eventfd_write(self._news, 1)
+
+    def _unwatch(self, peer: LocalPeer) -> None:
+        for fd in peer.watched():
+            try:
+                self._wakeup.unregister(fd)
+            except FileNotFoundError:
+                pass  # heard before
+
+    def _device_side(self, device: str) -> CudaSide:
+        if self._cuda is None:
+            if not device.startswith("cuda"):
+                raise BackendError("no such device", code="memory_refused", expected="cpu or cuda:N", actual=device)
+            from sglang_pd.backends.local_cuda import CudaSide
+
+            self._cuda = CudaSide(device, self._notify)
+        self._cuda.check_device(device)
+        return self._cuda
+
+    def _check_registrable(self, wanted: list[Segment]) -> None:
+        taken = [_key(segment) for segment in self._segments]
+        for segment in wanted:
+            if _key(segment) not in self._scope:
+                problem = "memory comes from neither allocate nor adopt"
+            elif _key(segment) in taken:
+                problem = "memory is registered already"
+            else:
+                taken.append(_key(segment))
+                continue
+            where = f"{segment.nbytes} bytes at {segment.address:#x} on {segment.device}"
+            raise BackendError(problem, code="memory_refused", where=where)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise BackendUnavailable("the backend is closed", where="local")
+        if os.getpid() != self._process:
+            raise BackendUnavailable(
+                "the backend belongs to the process that made it, not to its fork",
+                where="local",
+                expected=self._process,
+                actual=os.getpid(),
+            )
+
+
+def _key(segment: Segment) -> tuple[int, int, str]:
+    return (segment.address, segment.nbytes, segment.device)

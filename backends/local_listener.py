@@ -1,0 +1,216 @@
+"""The destination's end of the local backend: hands memory to writers, and knows which of them may still write."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang_pd.backends.local_link import (
+    GOODBYE,
+    MAX_HELLO_BYTES,
+    VERSION,
+    Hello,
+    SegmentFacts,
+    Welcome,
+    is_dead,
+    open_pidfd,
+    send_descriptors,
+    send_message,
+)
+
+MAX_CONNECTIONS = 4096
+HELLO_WITHIN_S = 5.0
+SEND_WITHIN_S = 2.0
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A writer's connection. `epoch` is None until its hello came; `released`: it says that it has unmapped all."""
+
+    sock: socket.socket
+    pidfd: int | None
+    hello_by: float
+    pending: bytes = b""
+    epoch: int | None = None
+    released: bool = False
+
+    def harmless(self) -> bool:
+        """True when it is proven that this writer cannot write any more."""
+        return self.released or (self.pidfd is not None and is_dead(self.pidfd))
+
+    def close(self) -> None:
+        """Close what is held of it."""
+        self.sock.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+@dataclass(frozen=True)
+class Exports:
+    """What writers are given: the segment table, and the descriptors of its host segments in order."""
+
+    segments: tuple[SegmentFacts, ...] = ()
+    fds: tuple[int, ...] = ()
+
+
+class Listener:
+    """The thread that hands this side's memory to writers of the same user, and the record of who has it."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self.exports = Exports()
+        self._lock = threading.Lock()
+        self._open: dict[int, Incoming] = {}  # by descriptor of the socket
+        self._holders: dict[int, list[Incoming]] = {}  # by epoch: everyone that was given memory and may still write
+        self._revoked: set[int] = set()
+        self.name = b"\0sglang-pd/" + os.urandom(16).hex().encode()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.bind(self.name)
+        self._socket.listen(128)
+        self._socket.setblocking(False)
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        self._poller.register(self._stop_fd, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="pd-local-listen", daemon=True)
+        self._thread.start()
+
+    def revoke(self, epoch: int) -> bool:
+        """Serve that incarnation no more; True when everyone who was given memory under it is proven harmless."""
+        with self._lock:
+            self._revoked.add(epoch)
+            self._forget_harmless(epoch)
+            return epoch not in self._holders
+
+    def close(self) -> None:
+        """Stop serving and join the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        self._socket.close()
+        os.close(self._stop_fd)
+        with self._lock:
+            for many in (list(self._open.values()), *self._holders.values()):
+                for one in many:
+                    one.close()
+            self._open.clear()
+            self._holders.clear()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while True:
+            late = min((one.hello_by for one in self._open.values() if one.epoch is None), default=None)
+            wait_ms = None if late is None else max(1, int((late - time.monotonic()) * 1000))
+            for fd, _ in self._poller.poll(wait_ms):
+                if fd == self._stop_fd:
+                    return
+                if fd == self._socket.fileno():
+                    self._accept()
+                elif fd in self._open:
+                    self._heard(self._open[fd])
+            now = time.monotonic()
+            for one in [one for one in self._open.values() if one.epoch is None and one.hello_by < now]:
+                self._drop(one)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except OSError:
+            return
+        try:
+            pidfd, uid = open_pidfd(sock)
+        except OSError:
+            sock.close()
+            return
+        one = Incoming(sock, pidfd, time.monotonic() + HELLO_WITHIN_S)
+        if uid != os.geteuid() or len(self._open) >= MAX_CONNECTIONS:
+            one.close()
+            return
+        sock.setblocking(False)
+        self._open[sock.fileno()] = one
+        self._poller.register(sock, select.POLLIN)
+        with self._lock:
+            for epoch in list(self._holders):
+                self._forget_harmless(epoch)
+
+    def _heard(self, one: Incoming) -> None:
+        try:
+            data = one.sock.recv(MAX_HELLO_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if one.epoch is not None:
+            # A writer says one thing after its hello, before it closes.
+            one.released = one.released or data == GOODBYE
+            if not data or not one.released:
+                self._drop(one)
+            return
+        one.pending += data
+        if not data or len(one.pending) > MAX_HELLO_BYTES:
+            self._drop(one)
+            return
+        length = int.from_bytes(one.pending[:4], "little")
+        if len(one.pending) >= 4 + length:
+            self._answer(one, one.pending[4 : 4 + length])
+
+    def _answer(self, one: Incoming, body: bytes) -> None:
+        try:
+            hello = msgspec.msgpack.decode(body, type=Hello)
+            one.sock.settimeout(SEND_WITHIN_S)
+            with self._lock:
+                answer = self._judge(hello)
+                if not answer.refusal:
+                    # Before the first descriptor leaves: `revoke` must know of it.
+                    one.epoch = hello.epoch
+                    self._holders.setdefault(hello.epoch, []).append(one)
+            send_message(one.sock, answer)
+            if answer.refusal:
+                self._drop(one)
+                return
+            send_descriptors(one.sock, self.exports.fds)
+            one.sock.setblocking(False)
+        except (OSError, msgspec.DecodeError):
+            self._drop(one)
+
+    def _judge(self, hello: Hello) -> Welcome:
+        if hello.version != VERSION:
+            return Welcome(f"local backend version {hello.version} is not {VERSION}", "version_unsupported")
+        if hello.wants != self._epoch:
+            return Welcome(f"incarnation {hello.wants:#x} is gone, this is {self._epoch:#x}", "epoch_stale")
+        if hello.epoch in self._revoked:
+            return Welcome(f"incarnation {hello.epoch:#x} was revoked here", "epoch_stale")
+        return Welcome(segments=self.exports.segments)
+
+    def _drop(self, one: Incoming) -> None:
+        """Close the connection. Whoever was given memory stays on record until it is proven harmless."""
+        self._open.pop(one.sock.fileno(), None)
+        self._poller.unregister(one.sock)
+        one.sock.close()
+        with self._lock:
+            if one.epoch is not None:
+                self._forget_harmless(one.epoch)
+            if one.epoch is None or one not in self._holders.get(one.epoch, ()):
+                one.close()
+
+    def _forget_harmless(self, epoch: int) -> None:
+        """Take the proven off the record of those that may still write. Called with the lock held."""
+        left = []
+        for one in self._holders.get(epoch, ()):
+            if not one.harmless():
+                left.append(one)
+            elif one.sock.fileno() < 0:
+                one.close()  # else `_drop` closes it, when the hang-up is heard
+        if left:
+            self._holders[epoch] = left
+        else:
+            self._holders.pop(epoch, None)

@@ -1,0 +1,122 @@
+"""The destination as a writer of the local backend sees it: mapped memory, liveness, transfers under way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_pd.backends.base import Peer, Segment
+from sglang_pd.backends.local_link import GOODBYE, Connection, is_dead
+from sglang_pd.backends.local_memory import HostMemory, map_peer_memory
+from sglang_pd.backends.local_transfer import LocalTransfer
+from sglang_pd.protocol.errors import PdError, TransferError
+
+if TYPE_CHECKING:
+    from sglang_pd.backends.local_cuda import CudaSide, PeerMemory
+
+
+class LocalPeer(Peer):
+    """One connected incarnation. `base`, `bytes`, `on_device` have shape [segments]: as mapped in this process."""
+
+    def __init__(self, epoch: int, connection: Connection) -> None:
+        self.epoch = epoch
+        self.segment_bytes = tuple(facts.nbytes for facts in connection.segments)
+        self.bytes = np.array(self.segment_bytes, np.uint64)
+        self.base = np.zeros(len(self.segment_bytes), np.uint64)
+        self.on_device = np.array([facts.device != "cpu" for facts in connection.segments], np.bool_)
+        self.transport = "cuda_ipc" if self.on_device.any() else "memfd"
+        self.cuda: CudaSide | None = None
+        self.host_memory: list[HostMemory] = []
+        self.device_memory: PeerMemory | None = None
+        self._sock = connection.sock
+        self._pidfd = connection.pidfd
+        self._lost: PdError | None = None
+        self._active: list[LocalTransfer] = []
+
+    @property
+    def lost(self) -> PdError | None:
+        """See `Peer`: its process is gone, or it closed its backend."""
+        if self._lost is None and self._pidfd is not None and is_dead(self._pidfd):
+            self._lost = TransferError("the peer's process is gone", code="peer_lost", where=f"{self.epoch:#x}")
+        if self._lost is None:
+            try:
+                heard: bytes | None = self._sock.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                heard = None
+            except OSError:
+                heard = b""
+            if heard == b"":
+                self._lost = TransferError("the peer closed its backend", code="peer_lost", where=f"{self.epoch:#x}")
+        return self._lost
+
+    def watched(self) -> Iterator[int]:
+        """Descriptors that turn readable when the peer is lost."""
+        if self._sock.fileno() >= 0:
+            yield self._sock.fileno()
+        if self._pidfd is not None:
+            yield self._pidfd
+
+    def watch(self, transfer: LocalTransfer) -> None:
+        """Remember a transfer until it is quiesced."""
+        self._active = [one for one in self._active if not one.quiesced]
+        if not transfer.quiesced:
+            self._active.append(transfer)
+
+    def quiet(self) -> bool:
+        """True when nothing posted to this peer can still land."""
+        self._active = [one for one in self._active if not one.quiesced]
+        return not self._active
+
+    def cancel(self, cause: PdError) -> None:
+        """Start nothing more of what was posted."""
+        for one in self._active:
+            one.cancel(cause)
+
+    def close(self) -> None:
+        """Unmap the peer's memory, tell it so, and hang up. Only when `quiet`. Idempotent."""
+        if self._sock.fileno() < 0:
+            return
+        self._lost = self._lost or TransferError(
+            "the peer was disconnected", code="peer_lost", where=f"{self.epoch:#x}"
+        )
+        if self.device_memory is not None:
+            self.device_memory.close()
+        for memory in self.host_memory:
+            memory.mapping.close()
+        self.host_memory.clear()
+        try:
+            self._sock.settimeout(0.5)
+            self._sock.sendall(GOODBYE)
+        except OSError:
+            pass  # it is gone, and needs no goodbye
+        self._sock.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def open_peer(epoch: int, connection: Connection, cuda: CudaSide | None, own: Sequence[Segment]) -> LocalPeer:
+    """Map what a connection brought. Raises `BackendError`; the connection is then closed."""
+    peer = LocalPeer(epoch, connection)
+    fds = iter(connection.fds)
+    try:
+        for number, facts in enumerate(connection.segments):
+            if facts.device == "cpu":
+                peer.host_memory.append(map_peer_memory(next(fds), facts.nbytes))
+                peer.base[number] = peer.host_memory[-1].address
+        if peer.on_device.any() or any(segment.device != "cpu" for segment in own):
+            from sglang_pd.backends.local_cuda import open_device_memory
+
+            peer.device_memory = open_device_memory(cuda, connection.segments, peer.host_memory, own)
+            peer.cuda = peer.device_memory.side
+            peer.base[peer.on_device] = peer.device_memory.addresses
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        peer.close()
+        raise
+    return peer

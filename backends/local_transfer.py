@@ -1,0 +1,65 @@
+"""One posted batch of the local backend: the parts it was split into, and what they add up to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_pd.backends.base import Transfer, TransferState
+from sglang_pd.protocol.errors import PdError, TransferError
+
+
+class Part(Protocol):
+    """Ranges of a batch that one engine (a copier, a kernel) moves."""
+
+    @property
+    def settled(self) -> bool:
+        """True when nothing more of it can land; `error` is then final."""
+
+    @property
+    def error(self) -> PdError | None:
+        """Why not all of it landed."""
+
+    def cancel(self, cause: PdError) -> None:
+        """Start nothing more of it."""
+
+
+class LocalTransfer(Transfer):
+    """A transfer with a deadline. `failed`: it never started, for this reason."""
+
+    def __init__(self, nbytes: int, deadline: float, parts: Sequence[Part], failed: PdError | None = None) -> None:
+        self.nbytes = nbytes
+        self._deadline = deadline
+        self._parts = list(parts)
+        self._error = failed
+        self._state = TransferState.PENDING
+        if failed is not None:
+            self._state = TransferState.FAILED
+        elif not self._parts:
+            self._state = TransferState.DONE
+
+    def poll(self) -> TransferState:
+        """See `Transfer`. Past the deadline what has not started is dropped, so that the transfer soon is FAILED."""
+        if self._state in (TransferState.DONE, TransferState.FAILED):
+            return self._state
+        if all(part.settled for part in self._parts):
+            errors = [part.error for part in self._parts if part.error is not None]
+            self._error = errors[0] if errors else None
+            self._state = TransferState.FAILED if errors else TransferState.DONE
+            self._parts = []
+        elif time.monotonic() > self._deadline and self._state is TransferState.PENDING:
+            self._state = TransferState.UNKNOWN
+            self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))
+        return self._state
+
+    @property
+    def error(self) -> PdError | None:
+        """See `Transfer`."""
+        return self._error
+
+    def cancel(self, cause: PdError) -> None:
+        """Start nothing more of it."""
+        self._error = self._error or cause
+        for part in self._parts:
+            part.cancel(cause)

@@ -1,0 +1,95 @@
+"""Cases on proof: after a fence or a revocation says True, no byte lands; where there is no proof, none is claimed."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_pd.testing.case import Figures, case
+from sglang_pd.testing.cases_bytes import exact, one_item
+from sglang_pd.testing.cases_peers import LARGE, SLACK_S
+from sglang_pd.testing.lab import MIB, CaseSkipped, Lab, Link, canaries, require
+from sglang_pd.testing.pattern import CANARY, batch_to_wire, pages
+
+
+def stays_clean(link: Link, for_s: float, what: str) -> None:
+    """Re-own the destination: fill it with canaries and demand that they stay."""
+    canaries(link.target)
+    for number, size in enumerate(link.target.sizes):
+        late = link.target.call("watch", segment=number, nbytes=size, value=CANARY, for_s=for_s)
+        require(late < 0, f"{what}: a byte landed at offset {late} of segment {number}")
+
+
+@case
+def clean_drain(lab: Lab) -> Figures:
+    """When every transfer is DONE, the writer's fence is True within 1 s."""
+    link = lab.shared()
+    for seed in range(3):
+        link.move(pages(300 + seed, 100, 16384, link.writer.sizes, link.target.sizes))
+    asked = link.fence(1.0)
+    require(asked["proven"], "everything is DONE and the fence is not True within 1 s")
+    return {"took_ms": round(asked["took_s"] * 1e3, 3)}
+
+
+@case
+def no_byte_after_fence(lab: Lab) -> Figures:
+    """Memory re-owned after `fence` said True, asked with transfers in flight, stays as its new owner left it."""
+    link = lab.fresh(LARGE, LARGE)
+    batch = pages(310, 2048, 16384, link.writer.sizes, link.target.sizes)
+    slowest = 0.0
+    for _ in range(4):
+        posted = [link.post(batch, deadline_s=20.0) for _ in range(3)]
+        asked = link.fence(30.0)
+        require(asked["proven"], "three transfers to a live peer, and no fence within 30 s")
+        slowest = max(slowest, asked["took_s"])
+        stays_clean(link, 0.15, "after the fence")
+        for one in posted:
+            ended = link.wait(one["transfer"], 0.0)
+            require(ended["state"] == "done", f"live peer, fence True, and a transfer is {ended['state']}")
+    return {"slowest_fence_ms": round(slowest * 1e3, 1)}
+
+
+@case
+def writer_killed(lab: Lab) -> Figures:
+    """After `kill -9` of a writer with transfers in flight, `revoke` gives its proof in time, or has declared none."""
+    link = lab.fresh(LARGE, LARGE)
+    declared = link.target.capabilities
+    batch = pages(320, 2048, 16384, link.writer.sizes, link.target.sizes)
+    link.writer.start("stream", {"peer": link.peer, "batch": batch_to_wire(batch), "for_s": 20.0})
+    time.sleep(0.15)
+    link.writer.kill()
+    if declared["revoke_proof"] == "none":
+        asked = link.target.call("revoke", epoch=link.writer.epoch, within_s=1.0)
+        require(not asked["proven"], "a backend that declares no proof claims one")
+        return {"proof": "none"}
+    within_s = declared["revoke_within_s"]
+    asked = link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s + SLACK_S)
+    require(asked["proven"], f"no proof {within_s} s (and {SLACK_S} s more) after the writer's death")
+    stays_clean(link, 0.3, "after revoke")
+    again = lab.connect(lab.spawn((MIB,), device=lab.spec.src_device), link.target)
+    exact(again, one_item(again, 65536), 321, "a new writer after revoke")
+    return {"proof": declared["revoke_proof"], "took_ms": round(asked["took_s"] * 1e3, 1)}
+
+
+@case
+def live_writer_revoked(lab: Lab) -> Figures:
+    """`revoke` of a writer that lives and goes on writing is True only if its bytes land no more."""
+    link = lab.fresh((8 * MIB,), (8 * MIB,))
+    batch = pages(330, 256, 16384, link.writer.sizes, link.target.sizes)
+    link.writer.start("stream", {"peer": link.peer, "batch": batch_to_wire(batch), "for_s": 3.0})
+    time.sleep(0.1)
+    asked = link.target.call("revoke", epoch=link.writer.epoch, within_s=1.0)
+    if asked["proven"]:
+        require(link.target.capabilities["revoke_proof"] != "none", "a proof is claimed where none is declared")
+        stays_clean(link, 0.5, "after revoke of a live writer")
+    link.writer.answer("stream")
+    return {"proven": str(asked["proven"])}
+
+
+@case
+def revoke_never_connected(lab: Lab) -> None:
+    """Revoking an incarnation that never was here does no harm to those that are."""
+    link = lab.fresh((MIB,), (MIB,))
+    if link.target.capabilities["revoke_scope"] == "backend":
+        raise CaseSkipped("a revocation costs every connection, as declared")
+    link.target.call("revoke", epoch=link.writer.epoch ^ 0xFF, within_s=0.5)
+    exact(link, one_item(link, 65536), 340, "after revoking a stranger")
