@@ -1,0 +1,227 @@
+"""One rank: its registered memory, its backend, and what its engine hands over. Takes orders, reports; decides nothing.
+
+Thread contract: `send` and `handoff` may be called by the engine's thread; everything else belongs to the control
+thread. Calls cross by a bounded queue and a wake-up callable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
+from sglang_pd.protocol.bind import Chunk, IndexLists
+from sglang_pd.protocol.errors import ErrorInfo, ManifestError, PdError, RoomError
+from sglang_pd.protocol.idx import Idx
+from sglang_pd.protocol.indices import IndexList
+from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.manifest import (
+    Component,
+    InstanceManifest,
+    RankId,
+    RankManifest,
+    SegmentInfo,
+    Transport,
+)
+from sglang_pd.protocol.pairing import Pairing, pairing_of
+from sglang_pd.protocol.plan import region_table
+from sglang_pd.protocol.spaces import AnySpace
+from sglang_pd.worker.destination import DestinationSide
+from sglang_pd.worker.memory_view import DeviceDigest, RegionReader
+from sglang_pd.worker.orders import (
+    AnyOrder,
+    AnyReport,
+    Begin,
+    Check,
+    Forget,
+    Halt,
+    Joined,
+    Pair,
+    Paired,
+    RoomFault,
+    Seek,
+    Stop,
+    Unpair,
+)
+from sglang_pd.worker.source import SourceSide
+
+MAX_CALLS: Final = 16_384
+"""Engine calls that may wait for the control thread; one more raises `queue_full`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank registers: who it is, its components, and the segments they lie on, numbered by the backend."""
+
+    rank: RankId
+    epoch: int
+    components: tuple[Component, ...]
+    segments: tuple[Segment, ...]
+    host_id: str = ""
+
+
+class RankAgent:
+    """One rank's agent over one backend."""
+
+    def __init__(
+        self,
+        facts: RankFacts,
+        backend: Backend,
+        report: Callable[[AnyReport], None],
+        *,
+        wake: Callable[[], None],
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        device_digest: DeviceDigest | None = None,
+    ) -> None:
+        self.facts = facts
+        self.backend = backend
+        self._report = report
+        self._wake = wake
+        self._calls: deque[Callable[[], None]] = deque()
+        self._pairings: dict[int, Pairing] = {}
+        reader = RegionReader(facts.segments, region_table(self.manifest()), device_digest)
+        self.source = SourceSide(facts.rank, backend, report, digest=reader.digest, deadline_s=deadline_s)
+        self.destination = DestinationSide(facts.rank, backend, report, digest=reader.digest)
+        self.stopped = False
+
+    def manifest(self) -> RankManifest:
+        """What this rank states about itself. Raises `ManifestError` for components that do not fit their segments."""
+        for number, segment in enumerate(self.facts.segments):
+            if segment.number != number:
+                raise ManifestError(
+                    "a region's segment is not registered with the backend",
+                    code="memory_refused",
+                    where=f"rank {self.facts.rank}, segment {number}",
+                    expected="memory from the worker's scope",
+                    actual=f"segment number {segment.number}",
+                )
+        can = self.backend.capabilities
+        return RankManifest(
+            rank=self.facts.rank,
+            epoch=self.facts.epoch,
+            segments=tuple(SegmentInfo(nbytes=s.nbytes, device=s.device) for s in self.facts.segments),
+            components=self.facts.components,
+            transport=Transport(
+                backend=can.name,
+                host_memory=can.host_memory,
+                device_memory=can.device_memory,
+                same_host_only=can.same_host_only,
+                host_id=self.facts.host_id,
+                directions=can.directions,
+                connect=self.backend.describe(),
+            ),
+        )
+
+    def join(self) -> None:
+        """Report this rank to its control: at start, and whenever the control is new."""
+        manifest = msgspec.msgpack.encode(self.manifest())
+        self._report(Joined(rank=self.facts.rank, epoch=self.facts.epoch, manifest=manifest))
+
+    # --- called by the engine's thread -------------------------------------------------------------------------------
+
+    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
+        """Hand over a computed chunk: token positions [start, stop) of the room's prompt.
+
+        `after`: device event on which the bytes depend. The source memory stays untouched until `RELEASABLE`.
+        """
+        self._call(lambda: self.source.chunk(room, Chunk(start, stop, last), after))
+
+    def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
+        """Hand over the record that travels with the state; the last PP stage's TP rank 0 does, after the last chunk."""
+        self._call(lambda: self.source.handoff(room, covered_tokens, record))
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if len(self._calls) >= MAX_CALLS:
+            raise RoomError("the control thread does not keep up", code="queue_full", where=f"rank {self.facts.rank}")
+        self._calls.append(call)
+        self._wake()
+
+    # --- called by the control thread --------------------------------------------------------------------------------
+
+    def order(self, order: AnyOrder) -> None:
+        """Carry out one order. A failure is reported for the room or peer it concerns; it never escapes."""
+        try:
+            self._carry_out(order)
+        except PdError as error:
+            self._refuse(order, error.info())
+        except Exception as error:  # a defect of ours must cost one room, not the thread
+            self._refuse(order, ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"))
+
+    def _carry_out(self, order: AnyOrder) -> None:
+        if isinstance(order, Pair):
+            self._pair(order)
+        elif isinstance(order, Unpair):
+            self._pairings.pop(order.peer_epoch, None)
+            self.source.unpair(order.peer_epoch)
+            self.destination.unpair(order.peer_epoch)
+        elif isinstance(order, Begin):
+            self._begin(order)
+        elif isinstance(order, Halt):
+            self.source.halt(order)
+        elif isinstance(order, Forget):
+            self.source.forget(order)
+            self.destination.forget(order)
+        elif isinstance(order, Seek):
+            self.destination.seek(order.peer_epoch)
+        elif isinstance(order, Check):
+            self.destination.check(order)
+        elif isinstance(order, Stop):
+            self.stopped = True
+
+    def _refuse(self, order: AnyOrder, info: ErrorInfo) -> None:
+        if isinstance(order, Begin):
+            self._report(RoomFault(room=order.room, generation=order.generation, error=info))
+        elif isinstance(order, Pair | Unpair | Seek):
+            self._report(Paired(peer_epoch=order.peer_epoch, error=info))
+        elif isinstance(order, Halt | Forget):
+            self._report(RoomFault(room=order.room, generation=order.generation, error=info))
+
+    def _pair(self, order: Pair) -> None:
+        prefill = msgspec.msgpack.decode(order.prefill, type=InstanceManifest)
+        decode = msgspec.msgpack.decode(order.decode, type=InstanceManifest)
+        pairing = self._pairings[order.peer_epoch] = pairing_of(prefill, decode)
+        side = self.source if order.source else self.destination
+        side.pair(order.peer_epoch, pairing)
+
+    def _begin(self, order: Begin) -> None:
+        pairing = self._pairings.get(order.peer_epoch)
+        if pairing is None:
+            raise RoomError("this rank knows no such peer", code="peer_unknown", where=f"room {order.room}")
+        prompt = Prompt(order.prompt_tokens, order.prefix_tokens)
+        needed = pairing.needed
+        indices = pairing.room(prompt, unpack(needed.src, order.src_lists), unpack(needed.dst, order.dst_lists))
+        own = self.facts.rank
+        if own in {r.rank for r in pairing.prefill.ranks} and pairing.prefill.rank(own).epoch == self.facts.epoch:
+            self.source.begin(order, indices)
+        else:
+            self.destination.begin(order, indices)
+
+    def step(self) -> bool:
+        """One turn: engine calls, transfers, fences. True while something is in flight."""
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+        self.backend.progress()
+        flying = self.source.step()
+        return self.destination.step() or flying
+
+
+def unpack(needed: Any, lists: tuple[IndexList, ...]) -> IndexLists:
+    """Packed lists -> typed ones, matched by space digest. Raises `PlanError` and `IndexOutOfSpace` with the space."""
+    by_digest: dict[int, AnySpace] = {space.digest: space for space in needed}
+    result: dict[AnySpace, Idx[Any]] = {}
+    for packed in lists:
+        space = by_digest.get(packed.space)
+        if space is None:
+            raise RoomError(
+                "an index list of a space that no component needs",
+                code="space_mismatch",
+                expected=[f"{digest:08x}" for digest in by_digest],
+                actual=f"{packed.space:08x}",
+            )
+        result[space] = space.ingest(packed.indices().astype(np.int64), consumer="room index list")
+    return result

@@ -1,0 +1,97 @@
+"""The destination side of one rank: seeks proof against lost writers, and verifies what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sglang_pd.backends.base import Backend
+from sglang_pd.protocol.bind import RoomIndices
+from sglang_pd.protocol.errors import IntegrityError, PdError
+from sglang_pd.protocol.kinds import Elements
+from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.pairing import Pairing
+from sglang_pd.protocol.verify import RowDigest, layer_digests
+from sglang_pd.worker.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
+
+
+@dataclass(slots=True)
+class _Writers:
+    """A source instance: its pairing, and the epochs of its ranks that may still write here."""
+
+    pairing: Pairing
+    seeking: bool = False
+    open_epochs: set[int] = field(default_factory=set)
+
+
+class DestinationSide:
+    """Receives rooms. All methods are called by the rank's control thread."""
+
+    def __init__(
+        self, rank: RankId, backend: Backend, report: Callable[[AnyReport], None], *, digest: RowDigest
+    ) -> None:
+        self._rank = rank
+        self._backend = backend
+        self._report = report
+        self._digest = digest
+        self._writers: dict[int, _Writers] = {}
+        self._rooms: dict[tuple[int, int], tuple[Begin, RoomIndices]] = {}
+
+    def pair(self, peer_epoch: int, pairing: Pairing) -> None:
+        """Remember which ranks of an accepted source instance write here; they connect to this rank."""
+        writers = {src.epoch for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves}
+        self._writers[peer_epoch] = _Writers(pairing, open_epochs=writers)
+        self._report(Paired(peer_epoch=peer_epoch))
+
+    def unpair(self, peer_epoch: int) -> None:
+        """Forget a source instance, unless its fence is still sought."""
+        writers = self._writers.get(peer_epoch)
+        if writers is not None and not writers.seeking:
+            del self._writers[peer_epoch]
+
+    def begin(self, order: Begin, indices: RoomIndices) -> None:
+        """Keep a room's lists for verification."""
+        self._rooms[order.room, order.generation] = (order, indices)
+
+    def forget(self, order: Forget) -> None:
+        """Drop a room's lists."""
+        self._rooms.pop((order.room, order.generation), None)
+
+    def seek(self, peer_epoch: int) -> None:
+        """Start seeking the proof; `step` reports it. A source instance that never wrote here is proven at once."""
+        writers = self._writers.get(peer_epoch)
+        if writers is None:
+            self._report(Revoked(peer_epoch=peer_epoch))
+        else:
+            writers.seeking = True
+
+    def step(self) -> bool:
+        """Ask the backend again for every fence that is sought. True while one is open."""
+        for peer_epoch, writers in list(self._writers.items()):
+            if not writers.seeking:
+                continue
+            writers.open_epochs = {epoch for epoch in writers.open_epochs if not self._backend.revoke(epoch)}
+            if not writers.open_epochs:
+                del self._writers[peer_epoch]
+                self._report(Revoked(peer_epoch=peer_epoch))
+        return any(writers.seeking for writers in self._writers.values())
+
+    def check(self, order: Check) -> None:
+        """Digest what a record claims to have written into this rank."""
+        record = order.record
+        digests: dict[int, int] = {}
+        error = None
+        try:
+            begun, indices = self._rooms[record.room, record.generation]
+            pairing = self._writers[begun.peer_epoch].pairing
+            src = RankId(record.writer.pp, record.writer.tp)
+            part = (record.component, Elements(record.token_start, record.token_stop))
+            own = pairing.decode.rank(self._rank)
+            digests = layer_digests(pairing.plan(src, self._rank), (own, "destination"), indices, part, self._digest)
+        except KeyError:
+            error = IntegrityError(
+                "the room to verify is unknown here", code="room_unknown", where=str(record.room)
+            ).info()
+        except PdError as reason:
+            error = reason.info()
+        self._report(Checked(number=order.number, room=record.room, digests=digests, error=error))

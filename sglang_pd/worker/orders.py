@@ -1,0 +1,183 @@
+"""What a control tells its own ranks, and what they report: serialisable, so that a rank may be another process.
+
+Both sides are one version of one program, yet everything is decoded by type and bounded: the socket is a socket.
+Index lists travel as the packed lists of the room protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.indices import IndexList
+from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.messages import Wrote
+
+MAX_MANIFEST_BYTES = 24 * 2**20
+Manifest = Annotated[bytes, msgspec.Meta(max_length=MAX_MANIFEST_BYTES)]
+Epoch = Annotated[int, msgspec.Meta(ge=0)]
+RoomId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Lists = Annotated[tuple[IndexList, ...], msgspec.Meta(max_length=64)]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all orders, control to rank."""
+
+
+class Pair(Order, frozen=True, kw_only=True):
+    """Meet an accepted peer instance. source: this side writes; connect to the ranks it has bytes for.
+
+    prefill, decode: msgpack of both `InstanceManifest`s. Answered by `Paired`.
+    """
+
+    peer_epoch: Epoch
+    source: bool
+    prefill: Manifest
+    decode: Manifest
+
+
+class Unpair(Order, frozen=True, kw_only=True):
+    """Forget a peer instance and disconnect from its ranks."""
+
+    peer_epoch: Epoch
+
+
+class Begin(Order, frozen=True, kw_only=True):
+    """Both index lists of a room. A source writes chunks as its engine hands them over; a destination keeps the lists
+    to verify what arrived. verify: take digests.
+    """
+
+    room: RoomId
+    generation: RoomId
+    peer_epoch: Epoch
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    src_lists: Lists
+    dst_lists: Lists
+    verify: bool
+
+
+class Halt(Order, frozen=True, kw_only=True):
+    """Source: post nothing more for the room; report `Fenced` once nothing can land, or that it cannot be proven."""
+
+    room: RoomId
+    generation: RoomId
+
+
+class Forget(Order, frozen=True, kw_only=True):
+    """The room is over: drop what is kept of it. generation 0: also chunks that were never claimed."""
+
+    room: RoomId
+    generation: RoomId
+
+
+class Seek(Order, frozen=True, kw_only=True):
+    """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`."""
+
+    peer_epoch: Epoch
+
+
+class Check(Order, frozen=True, kw_only=True):
+    """Destination: digest what a record claims to have written here. Answered by `Checked`."""
+
+    number: int
+    record: Wrote
+
+
+class Stop(Order, frozen=True, kw_only=True):
+    """The instance ends: close the backend and end the process or thread."""
+
+
+AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Stop
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all reports, rank to control."""
+
+
+class Joined(Report, frozen=True, kw_only=True):
+    """A rank is there, with its `RankManifest` in msgpack. Sent at start, when a control comes back, and with a changed
+    manifest (a backend that had to be rebuilt).
+    """
+
+    rank: RankId
+    epoch: Epoch
+    manifest: Manifest
+
+
+class Paired(Report, frozen=True, kw_only=True):
+    """The rank is connected to the peer, or says why not. transport: what carries the bytes."""
+
+    peer_epoch: Epoch
+    transport: str = ""
+    error: ErrorInfo | None = None
+
+
+class WroteRange(Report, frozen=True, kw_only=True):
+    """A range of one component is DONE at all destinations of this rank."""
+
+    record: Wrote
+
+
+class HandedOff(Report, frozen=True, kw_only=True):
+    """The handoff record, from the rank that made it, all its transfers DONE."""
+
+    room: RoomId
+    covered_tokens: int
+    record: Annotated[bytes, msgspec.Meta(max_length=2**16)]
+
+
+class RoomFault(Report, frozen=True, kw_only=True):
+    """A room cannot go on at this rank: the first cause."""
+
+    room: RoomId
+    generation: RoomId
+    error: ErrorInfo
+
+
+class PeerFault(Report, frozen=True, kw_only=True):
+    """The transport to a peer's rank is gone for good: this pair must shake hands again."""
+
+    peer_epoch: Epoch
+    error: ErrorInfo
+
+
+class Fenced(Report, frozen=True, kw_only=True):
+    """Answer to `Halt`: True proves that nothing more of the room lands; False that it cannot be proven (yet)."""
+
+    room: RoomId
+    generation: RoomId
+    fenced: bool
+    reason: str = ""
+
+
+class Revoked(Report, frozen=True, kw_only=True):
+    """Answer to `Seek`: nothing of the peer lands here any more."""
+
+    peer_epoch: Epoch
+
+
+class Checked(Report, frozen=True, kw_only=True):
+    """Answer to `Check`: this rank's contribution to the record's digests, by layer id; None: nothing to compare."""
+
+    number: int
+    room: RoomId
+    digests: dict[int, Annotated[int, msgspec.Meta(ge=0)]]
+    error: ErrorInfo | None = None
+
+
+class Alive(Report, frozen=True, kw_only=True):
+    """Heartbeat of a rank towards its own control, with its counters."""
+
+    counters: dict[str, float] = {}
+
+
+AnyReport = (
+    Joined | Paired | WroteRange | HandedOff | RoomFault | PeerFault | Fenced | Revoked | Checked | Alive
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(AnyOrder).decode
+decode_report = msgspec.msgpack.Decoder(AnyReport).decode

@@ -1,0 +1,348 @@
+"""The source side of one rank: takes chunks from its engine, writes them to every destination rank, proves fences.
+
+A chunk may come before the room is begun: it waits. Chunks of a room are written in the order they came; several may be
+in flight. Nothing is reported before its bytes are visible at all destinations.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
+from sglang_pd.protocol.bind import Chunk, RoomIndices, bind
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.kinds import Elements
+from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.messages import Writer, Wrote
+from sglang_pd.protocol.pairing import Pairing, Record
+from sglang_pd.protocol.verify import RowDigest, layer_digests
+from sglang_pd.worker.orders import (
+    AnyReport,
+    Begin,
+    Fenced,
+    Forget,
+    Halt,
+    HandedOff,
+    Paired,
+    PeerFault,
+    RoomFault,
+    WroteRange,
+)
+
+MAX_WAITING_CHUNKS: Final = 65_536
+"""Chunks that wait for their room to begin, over all rooms."""
+MAX_FORGOTTEN: Final = 65_536
+"""Rooms remembered as over, so that an engine's late chunk does not bring one back."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One chunk on its way: all its transfers, and when it was posted."""
+
+    chunk: Chunk
+    transfers: list[tuple[RankId, Transfer]]
+    posted_s: float
+
+    def states(self) -> list[TransferState]:
+        return [transfer.poll() for _, transfer in self.transfers]
+
+
+@dataclass(slots=True)
+class _Room:
+    waiting: deque[tuple[Chunk, Any]] = field(default_factory=deque)
+    flights: deque[_Flight] = field(default_factory=deque)
+    begun: Begin | None = None
+    indices: RoomIndices | None = None
+    next_token: int = 0
+    complete: bool = False
+    handoff: tuple[int, bytes] | None = None
+    faulted: bool = False
+    halted: bool = False
+    said: bool | None = None
+    """Last answer to `Halt`."""
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """An accepted destination instance: the pairing, and the backend's peer for each rank that this one writes to."""
+
+    pairing: Pairing
+    peers: dict[RankId, Peer]
+    fault: bool = False
+
+
+class SourceSide:
+    """Writes rooms. All methods are called by the rank's control thread."""
+
+    def __init__(
+        self,
+        rank: RankId,
+        backend: Backend,
+        report: Callable[[AnyReport], None],
+        *,
+        digest: RowDigest,
+        deadline_s: float,
+    ) -> None:
+        self._rank = rank
+        self._backend = backend
+        self._report = report
+        self._digest = digest
+        self._deadline_s = deadline_s
+        self._rooms: dict[int, _Room] = {}
+        self._forgotten: OrderedDict[int, None] = OrderedDict()
+        self._meetings: dict[int, _Meeting] = {}
+        self._waiting = 0
+        self.bytes_written = 0
+        self.descriptors_written = 0
+
+    # --- peers -------------------------------------------------------------------------------------------------------
+
+    def pair(self, peer_epoch: int, pairing: Pairing) -> None:
+        """Connect to every destination rank that this rank has bytes for. Raises `PdError`; then nothing is kept."""
+        peers: dict[RankId, Peer] = {}
+        try:
+            for dst in pairing.decode.ranks:
+                if pairing.plan(self._rank, dst.rank).moves:
+                    peers[dst.rank] = self._backend.connect(dst.transport.connect, dst.epoch)
+        except PdError:
+            for peer in peers.values():
+                self._backend.disconnect(peer)
+            raise
+        self.unpair(peer_epoch)
+        self._meetings[peer_epoch] = _Meeting(pairing, peers)
+        carried = sorted({peer.transport for peer in peers.values()})
+        self._report(Paired(peer_epoch=peer_epoch, transport=" ".join(carried)))
+
+    def unpair(self, peer_epoch: int) -> None:
+        """Disconnect. Rooms that still fly keep their transfers: a fence is owed all the same."""
+        meeting = self._meetings.pop(peer_epoch, None)
+        for peer in meeting.peers.values() if meeting else ():
+            self._backend.disconnect(peer)
+
+    # --- the engine --------------------------------------------------------------------------------------------------
+
+    def chunk(self, room: int, chunk: Chunk, after: Any) -> None:
+        """A chunk is computed; its bytes are ready once `after` (a device event, or None) has happened."""
+        if room in self._forgotten:
+            return
+        if self._waiting >= MAX_WAITING_CHUNKS:
+            error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"room {room}")
+            self._fault(room, self._rooms.setdefault(room, _Room()), error.info())
+            return
+        entry = self._rooms.setdefault(room, _Room())
+        entry.waiting.append((chunk, after))
+        self._waiting += 1
+        self._post(room, entry)
+
+    def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
+        """The facts that travel with the state; reported after this rank's transfers are DONE."""
+        if room not in self._forgotten:
+            self._rooms.setdefault(room, _Room()).handoff = (covered_tokens, record)
+            self._report_progress(room, self._rooms[room])
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def begin(self, order: Begin, indices: RoomIndices) -> None:
+        """Both sides' lists are known: write what waits, and what will come."""
+        if order.room in self._forgotten:
+            return
+        entry = self._rooms.setdefault(order.room, _Room())
+        entry.begun, entry.indices = order, indices
+        self._post(order.room, entry)
+
+    def halt(self, order: Halt) -> None:
+        """Post nothing more; the fence is reported by `step`."""
+        entry = self._rooms.get(order.room)
+        if entry is None or entry.begun is None or entry.begun.generation != order.generation:
+            self._report(Fenced(room=order.room, generation=order.generation, fenced=True))
+            return
+        entry.halted = True
+        self._drop_waiting(entry)
+        self._check_fence(order.room, entry)
+
+    def forget(self, order: Forget) -> None:
+        """Drop a room. A late chunk of it is ignored from now on."""
+        entry = self._rooms.pop(order.room, None)
+        if entry is not None:
+            self._drop_waiting(entry)
+        self._forgotten[order.room] = None
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
+
+    def _drop_waiting(self, entry: _Room) -> None:
+        self._waiting -= len(entry.waiting)
+        entry.waiting.clear()
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def _post(self, room: int, entry: _Room) -> None:
+        if entry.begun is None or entry.halted or entry.faulted:
+            return
+        meeting = self._meetings.get(entry.begun.peer_epoch)
+        if meeting is None:
+            self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
+            return
+        while entry.waiting:
+            chunk, after = entry.waiting.popleft()
+            self._waiting -= 1
+            try:
+                self._write(entry, meeting, chunk, after)
+            except PdError as error:
+                self._fault(room, entry, error.info())
+                return
+        self._report_progress(room, entry)
+
+    def _write(self, entry: _Room, meeting: _Meeting, chunk: Chunk, after: Any) -> None:
+        if entry.indices is None or chunk.start != entry.next_token or entry.complete:
+            raise RoomError(
+                "chunks come in order, touch, and end with the last",
+                code="illegal_transition",
+                where="send",
+                expected=f"start {entry.next_token}" if not entry.complete else "nothing after the last chunk",
+                actual=chunk,
+            )
+        flight = _Flight(chunk, [], 0.0)
+        entry.flights.append(flight)  # before posting: what was posted is drained even if a later post raises
+        for dst_rank, peer in meeting.peers.items():
+            batch = bind(meeting.pairing.plan(self._rank, dst_rank), entry.indices, chunk)
+            if len(batch):
+                transfer = self._backend.write(peer, batch, after=after, deadline_s=self._deadline_s)
+                flight.transfers.append((dst_rank, transfer))
+                self.bytes_written += transfer.nbytes
+                self.descriptors_written += len(batch)
+        entry.next_token, entry.complete = chunk.stop, chunk.last
+
+    def step(self) -> bool:
+        """Poll what flies and report news. True while anything is in flight or a fence is owed."""
+        busy = False
+        for room, entry in list(self._rooms.items()):
+            if entry.flights or (entry.halted and entry.said is not True):
+                self._advance(room, entry)
+                busy = busy or bool(entry.flights) or (entry.halted and entry.said is not True)
+        return busy
+
+    def _advance(self, room: int, entry: _Room) -> None:
+        for flight in entry.flights:
+            states = flight.states()
+            bad = next((i for i, s in enumerate(states) if s in (TransferState.FAILED, TransferState.UNKNOWN)), None)
+            if bad is not None:
+                dst_rank, transfer = flight.transfers[bad]
+                self._transfer_failed(room, entry, dst_rank, transfer)
+        self._report_progress(room, entry)
+        self._check_fence(room, entry)
+
+    def _report_progress(self, room: int, entry: _Room) -> None:
+        """Report chunks that are DONE, oldest first, then the handoff once nothing of this rank is left."""
+        while entry.flights and not entry.faulted and not entry.halted:
+            flight = entry.flights[0]
+            if any(state is not TransferState.DONE for state in flight.states()):
+                return
+            entry.flights.popleft()
+            try:
+                self._report_records(room, entry, flight.chunk)
+            except PdError as error:
+                self._fault(room, entry, error.info())
+        if entry.complete and entry.handoff and not entry.flights and not entry.faulted and not entry.halted:
+            covered, record = entry.handoff
+            entry.handoff = None
+            self._report(HandedOff(room=room, covered_tokens=covered, record=record))
+
+    def _report_records(self, room: int, entry: _Room, chunk: Chunk) -> None:
+        if entry.begun is None or entry.indices is None:
+            return
+        meeting = self._meetings.get(entry.begun.peer_epoch)
+        if meeting is None:
+            self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
+            return
+        for record in meeting.pairing.records(self._rank, entry.indices.prompt, chunk):
+            digests = self._digests(entry, entry.indices, meeting, record)
+            wrote = Wrote(
+                room=room,
+                generation=entry.begun.generation,
+                writer=Writer(pp=self._rank.pp_rank, tp=self._rank.tp_rank),
+                component=record.kind,
+                layer_start=record.layer_start,
+                layer_stop=record.layer_stop,
+                token_start=record.start,
+                token_stop=record.stop,
+                last=record.last,
+                digests=digests,
+            )
+            self._report(WroteRange(record=wrote))
+
+    def _digests(self, entry: _Room, indices: RoomIndices, meeting: _Meeting, record: Record) -> bytes:
+        if entry.begun is None or not entry.begun.verify or record.layer_start == record.layer_stop:
+            return b""
+        pairing, totals = meeting.pairing, dict[int, int]()
+        own = pairing.prefill.rank(self._rank)
+        for dst_rank in meeting.peers:
+            plan = pairing.plan(self._rank, dst_rank)
+            part = (record.kind, Elements(record.start, record.stop))
+            for layer, value in layer_digests(plan, (own, "source"), indices, part, self._digest).items():
+                totals[layer] = (totals.get(layer, 0) + value) % 2**64
+        return b"".join(totals[layer].to_bytes(8, "little") for layer in sorted(totals))
+
+    # --- failure and fences ------------------------------------------------------------------------------------------
+
+    def _transfer_failed(self, room: int, entry: _Room, dst_rank: RankId, transfer: Transfer) -> None:
+        error = transfer.error
+        info = error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
+        begun = entry.begun
+        meeting = self._meetings.get(begun.peer_epoch) if begun else None
+        self._fault(room, entry, info)
+        if begun and meeting and not meeting.fault and dst_rank in meeting.peers:
+            lost = meeting.peers[dst_rank].lost
+            if lost is not None:
+                meeting.fault = True
+                self._report(PeerFault(peer_epoch=begun.peer_epoch, error=lost.info()))
+
+    def _fault(self, room: int, entry: _Room, info: ErrorInfo) -> None:
+        if entry.faulted:
+            return
+        entry.faulted = True
+        self._drop_waiting(entry)
+        generation = entry.begun.generation if entry.begun else 0
+        self._report(RoomFault(room=room, generation=generation, error=info))
+
+    def _check_fence(self, room: int, entry: _Room) -> None:
+        if not entry.halted or entry.begun is None or entry.said is True:
+            return
+        open_flights = [f for f in entry.flights if not all(t.quiesced for _, t in f.transfers)]
+        unknown = [
+            (rank, transfer)
+            for flight in open_flights
+            for rank, transfer in flight.transfers
+            if transfer.poll() is TransferState.UNKNOWN
+        ]
+        if open_flights and not unknown:
+            return  # still flying: it will be DONE, FAILED or UNKNOWN by its deadline
+        proven = not open_flights or self._peers_fenced(entry, {rank for f in open_flights for rank, _ in f.transfers})
+        if proven or entry.said is None:
+            entry.said = proven
+            reason = "" if proven else str(unknown[0][1].error or "the transport cannot prove that it drained")
+            self._report(Fenced(room=room, generation=entry.begun.generation, fenced=proven, reason=reason[:2000]))
+        if proven:
+            entry.flights.clear()
+
+    def _peers_fenced(self, entry: _Room, ranks: set[RankId]) -> bool:
+        meeting = self._meetings.get(entry.begun.peer_epoch) if entry.begun else None
+        return meeting is not None and all(
+            rank in meeting.peers and self._backend.fence(meeting.peers[rank]) for rank in ranks
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers not yet DONE or FAILED."""
+        return sum(not t.quiesced for e in self._rooms.values() for f in e.flights for _, t in f.transfers)
+
+    @property
+    def rooms(self) -> int:
+        """Rooms kept."""
+        return len(self._rooms)
+
+
+def _no_peer(epoch: int) -> ErrorInfo:
+    return ErrorInfo(code="peer_unknown", message="this rank is not connected to the peer", actual=f"{epoch:016x}")
