@@ -76,6 +76,7 @@ CODES: dict[str, CodeFacts] = {
     "memory_refused": CodeFacts("memory cannot be registered or exported by this backend", 500, False),
     "ranges_incomplete": CodeFacts("not every expected (writer, component) range arrived", 502, True),
     "digest_mismatch": CodeFacts("the state that arrived is not the state that was sent", 502, True),
+    "lease_invalid": CodeFacts("memory was used in a state that forbids it", 500, False),
     "quarantine_full": CodeFacts("too much memory waits for a fence", 503, True),
     "internal": CodeFacts("a defect of sglang-pd", 500, False),
 }
