@@ -1,20 +1,24 @@
 """Proof, before the first byte: all plans into one decode rank write every byte of every row exactly once.
 
-Independent of how plans are made: it looks only at what they say. Rows are the unit of proof; that every live row is
+Independent of how plans are made: it looks only at what they say, and works out with arithmetic of its own which bytes
+of the whole row, over all ranks, an interval means on either side. Rows are the unit of proof; that every live row is
 bound, and no other, is a property of `bind.py`'s element ranges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 
 from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.idx import I64
-from sglang_pd.protocol.manifest import InstanceManifest, RankId, RankManifest, Region
+from sglang_pd.protocol.manifest import Component, InstanceManifest, RankId, RankManifest, Region
 from sglang_pd.protocol.plan import Plan
 from sglang_pd.protocol.spaces import LocalTok
+
+_Entry = tuple[Component, Region]
 
 
 def prove_coverage(
@@ -23,11 +27,13 @@ def prove_coverage(
     """Raise `PlanError` (`coverage_incomplete`) unless the plans of all source ranks tile every row of `dst_rank`.
 
     For each region that decode registers, and for each context class of the source (its ranks hold different tokens),
-    the intervals of a row must start at 0, touch without gap or overlap, and end at the row's length. Components that
-    the source lacks are left out: whether that is allowed is for the verdict.
+    the intervals of a row must start at 0, touch without gap or overlap, and end at the row's length; and each must
+    mean the same bytes of the whole row at its source. Components that the source lacks are left out: whether that is
+    allowed is for the verdict.
     """
     manifest = dst_instance.rank(dst_rank)
     regions = [(c, r) for c in manifest.components for r in c.regions]
+    plans = tuple(plans)
     classes = np.array([_classes(src_instance, c.kind) for c, _ in regions], dtype=np.int64)
     row_bytes = np.array([r.row_bytes for _, r in regions], dtype=np.int64)
     region, klass, start, length = _pieces(src_instance, dst_rank, plans)
@@ -47,6 +53,60 @@ def prove_coverage(
     if (have != classes).any():
         first = int(np.argmax(have != classes))
         _refuse(regions[first], dst_rank, f"{have[first]} of {classes[first]} source context classes write it")
+    for plan in plans:
+        _prove_meaning(src_instance, dst_instance, plan, regions)
+
+
+def _prove_meaning(
+    src_instance: InstanceManifest, dst_instance: InstanceManifest, plan: Plan, dst_regions: list[_Entry]
+) -> None:
+    """Refuse an entry that reads another region, row geometry or part of the row than the one it writes."""
+    src_regions = [(c, r) for c in src_instance.rank(plan.src_rank).components for r in c.regions]
+    src_tp, dst_tp = src_instance.topology.tp, dst_instance.topology.tp
+    for move in plan.moves:
+        columns = (move.src_region, move.dst_region, move.src_inner, move.dst_inner, move.length)
+        for s, d, src_inner, dst_inner, length in zip(*(column.tolist() for column in columns), strict=True):
+            if s >= len(src_regions):
+                _refuse(dst_regions[d], plan.dst_rank, f"source region {s} of {len(src_regions)}")
+            (src_component, a), (dst_component, b) = src_regions[s], dst_regions[d]
+            meant = (a.key, _meaning(_geometry(a), (src_tp, plan.src_rank.tp_rank), (src_inner, length)))
+            lands = (b.key, _meaning(_geometry(b), (dst_tp, plan.dst_rank.tp_rank), (dst_inner, length)))
+            rows = [(i.rows_per_item, i.stride_bytes, i.row_bytes) for i in (move.src, move.dst)]
+            if (
+                meant != lands
+                or not src_component.kind == dst_component.kind == move.kind
+                or rows != [(r.rows_per_item, r.stride_bytes, r.row_bytes) for r in (a, b)]
+                or (move.whole and not length == a.row_bytes == b.row_bytes)
+            ):
+                actual = f"bytes {meant[1]} of {src_component.kind}{a.key} from {plan.src_rank} land as {lands[1]}"
+                _refuse(dst_regions[d], plan.dst_rank, actual)
+
+
+def _geometry(region: Region) -> tuple[int, int, tuple[int, ...], bool]:
+    return region.unit_bytes, region.outer_count, region.groups, region.dim == 0
+
+
+@lru_cache(maxsize=65_536)
+def _meaning(
+    geometry: tuple[int, int, tuple[int, ...], bool], place: tuple[int, int], part: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Byte ranges of the whole row that bytes (start, length) of the row of rank (tp, rank) stand for, in order."""
+    (unit_bytes, outer_count, groups, replicated), (tp, rank), (start, length) = geometry, place, part
+    found: list[tuple[int, int]] = []
+    here = whole = 0
+    for _ in range(outer_count):
+        for group in groups:
+            share = group if replicated else max(1, group // tp)
+            first = 0 if replicated else rank * share if group >= tp else rank // (tp // group)
+            low, high = max(start, here), min(start + length, here + share * unit_bytes)
+            if low < high:
+                begin = whole + first * unit_bytes + low - here
+                if found and found[-1][1] == begin:
+                    begin = found.pop()[0]
+                found.append((begin, whole + first * unit_bytes + high - here))
+            here += share * unit_bytes
+            whole += group * unit_bytes
+    return tuple(found)
 
 
 def _pieces(src_instance: InstanceManifest, dst_rank: RankId, plans: Iterable[Plan]) -> tuple[I64, I64, I64, I64]:
@@ -75,11 +135,11 @@ def _classes(src_instance: InstanceManifest, kind: str) -> int:
     return 0
 
 
-def _refuse(entry: tuple[object, Region], dst_rank: RankId, actual: str) -> None:
+def _refuse(entry: _Entry, dst_rank: RankId, actual: str) -> None:
     component, region = entry
     raise PlanError(
         "the plans do not write a row exactly once",
-        where=f"rank {dst_rank}, {getattr(component, 'kind', '')}[{region.layer_id}/{region.part}]",
+        where=f"rank {dst_rank}, {component.kind}[{region.layer_id}/{region.part}]",
         expected=f"bytes [0, {region.row_bytes}) once, without gap or overlap",
         actual=actual,
     )
