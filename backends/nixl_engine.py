@@ -1,8 +1,8 @@
 """The one thread that owns the library's agent: it posts, polls, advances, connects, closes and rebuilds.
 
 How often it looks when there is nothing to do: all the time for a quarter of a second after anything moved while pieces
-are in flight, then every millisecond; with peers but nothing in flight every millisecond for a second after the last
-sign of life and then every 5 ms; without peers it sleeps until called.
+are in flight, then every millisecond; with peers but nothing in flight every millisecond for a tenth of a second after
+the last sign of life and then every 5 ms; without peers it sleeps until called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 CALL_S = 120.0
 """Longest wait in seconds for a call into the thread (registration, connecting)."""
 HOT_S = 0.25
-AWARE_S = 1.0
+AWARE_S = 0.1
 HINTED_S = 0.05
 WATCH_S = 0.01
 DRAIN_S = 0.2
@@ -75,6 +75,9 @@ class Engine:
         self._links: dict[str, Link] = {}
         self._ghosts: list[Link] = []
         self._serving = False
+        self._poller = select.poll()
+        self._poller.register(self._wake_fd, select.POLLIN)
+        self._watching: dict[int, Link] = {}
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers: dict[int, set[ProcessIdentity]] = {}
         self.revoked: dict[int, bool] = {}
@@ -122,7 +125,7 @@ class Engine:
     def writer_gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
         """Whether every process that called itself `epoch`, and that could reach this memory itself, has exited."""
         known = self.writers.get(epoch)
-        return bool(known) and all(not reachable(one) or process_gone(one) for one in known or ())
+        return bool(known) and all(not reachable(one) or process_gone(one) for one in tuple(known or ()))
 
     def stop(self) -> None:
         """Close the agent and end the thread. Transfers left are UNKNOWN. Idempotent."""
@@ -158,12 +161,12 @@ class Engine:
             self._obey(self._commands.popleft())
         now = time.monotonic()
         agent = self._agent
-        if agent is not None:
-            for link in [*self._links.values(), *self._ghosts]:
-                if link.step(agent, now):
-                    self._moved = self._seen = time.monotonic()
-            if self._serving or self._links:
-                self._listen(agent, now)
+        for link in [*self._links.values(), *self._ghosts]:
+            if link.step(agent, now):
+                self._moved = self._seen = time.monotonic()
+        if agent is not None and (self._serving or self._links):
+            self._listen(agent, now)
+        if self._links or self._ghosts:
             self._forget(agent)
         self._sleep(now)
 
@@ -172,23 +175,29 @@ class Engine:
         if pause == 0 and now - self._watched < WATCH_S:
             return
         self._watched = now
-        poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
-        watched = {}
-        for link in [*self._links.values(), *self._ghosts]:
-            if link.watch.fd >= 0 and not link.watch.known():
-                watched[link.watch.fd] = link
-                poller.register(link.watch.fd, select.POLLIN)
         self._sleeping = True
         if self._commands or self._stopping:
             pause = 0
-        ready = poller.poll(pause)
+        ready = self._poller.poll(pause)
         self._sleeping = False
         for fd, _ in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
-            elif watched[fd].watch.gone():
-                watched[fd].died()
+                continue
+            self._poller.unregister(fd)
+            link = self._watching.pop(fd)
+            if link.watch.gone():
+                link.died()
+
+    def _watch(self, link: Link) -> None:
+        if link.watch.fd >= 0:
+            self._watching[link.watch.fd] = link
+            self._poller.register(link.watch.fd, select.POLLIN)
+
+    def _unwatch(self, link: Link) -> None:
+        if self._watching.pop(link.watch.fd, None) is not None:
+            self._poller.unregister(link.watch.fd)
+        link.watch.close()
 
     def _pause_ms(self, now: float) -> int | None:
         waiting = [link for link in [*self._links.values(), *self._ghosts] if link.waiting()]
@@ -221,7 +230,7 @@ class Engine:
         try:
             notes = agent.notifications()
         except TransferError as error:
-            if now - self._watched > AWARE_S:
+            if now - self._watched > 1.0:
                 log.warning("%s", error)
             return
         for messages in notes.values():
@@ -252,17 +261,17 @@ class Engine:
         except BlockingIOError:
             pass  # readable already
 
-    def _forget(self, agent: Agent) -> None:
+    def _forget(self, agent: Agent | None) -> None:
         """Drop links that nobody uses, and those of lost peers, once nothing of theirs is open."""
         for name, link in list(self._links.items()):
             if (link.lost is not None or not link.users) and not link.waiting():
                 del self._links[name]
-                link.detach(agent)
-                if not link.idle():
-                    self._ghosts.append(link)
+                if agent is not None:
+                    link.detach(agent)
+                self._ghosts.append(link)
         if self._ghosts:
             for link in [link for link in self._ghosts if link.idle()]:
-                link.watch.close()
+                self._unwatch(link)
             self._ghosts = [link for link in self._ghosts if not link.idle()]
 
     # Thread: what the owner calls
@@ -323,6 +332,7 @@ class Engine:
             raise
         link.users = 1
         self._links[link.name] = link
+        self._watch(link)
         self._know(blob.epoch, blob.process)
         hello = HELLO + msgspec.msgpack.encode(Hello(self._epoch, own_identity()))
         self._seen = time.monotonic()
@@ -393,7 +403,7 @@ class Engine:
                 command[0].submit(command[1])
                 command[0].abandon(closed)
         for link in self._ghosts:
-            link.watch.close()
+            self._unwatch(link)
 
 
 def _nothing() -> None:

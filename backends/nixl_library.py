@@ -204,7 +204,7 @@ class Agent:
 
     def notify(self, name: str, message: bytes) -> None:
         """Send a wake-up. Nothing may depend on its arrival or its order."""
-        _call("notifying", name, self._agent.send_notif, name, message, self._plugin)
+        _call("notifying", name, self._agent.send_notif, name, message)
 
     def notifications(self) -> Mapping[str, list[bytes]]:
         """What arrived since the last call. Advances the library."""

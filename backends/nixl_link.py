@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.nixl_blob import AgentBlob
 from sglang_pd.backends.nixl_host import Watch
-from sglang_pd.backends.nixl_library import Agent, Handle
+from sglang_pd.backends.nixl_library import Agent, Handle, log
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions
 from sglang_pd.backends.nixl_transfer import NixlTransfer, Piece, Work
@@ -64,10 +64,10 @@ class Link:
 
     # One turn
 
-    def step(self, agent: Agent, now: float) -> bool:
+    def step(self, agent: Agent | None, now: float) -> bool:
         """Post at most one piece, ask for all that are in flight. True if anything moved."""
-        moved = self._post_one(agent)
-        if self._flying:
+        moved = bool(self._posting) and self._post_one(agent)
+        if self._flying and agent is not None:
             moved |= self._check(agent)
             if self.lost is None and now - self._hinted > HINT_S and self.in_flight() and self.urgent():
                 self.hint(agent, HINT, now)
@@ -83,8 +83,10 @@ class Link:
         except TransferError as error:
             if error.code == "peer_lost":
                 self.lose(error)
+            else:
+                log.warning("%s", error)
 
-    def _post_one(self, agent: Agent) -> bool:
+    def _post_one(self, agent: Agent | None) -> bool:
         for _ in range(len(self._posting)):
             work = self._posting[0]
             if work.failed is None:
@@ -94,7 +96,7 @@ class Link:
                 continue
             if work.failed is None and self.in_flight() >= PIECES_IN_FLIGHT:
                 return False
-            if work.failed is None:
+            if work.failed is None and agent is not None:
                 piece = self._next(work)
                 if piece is not None:
                     self._post(agent, work, piece)
