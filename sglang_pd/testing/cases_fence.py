@@ -38,8 +38,8 @@ def no_byte_after_fence(lab: Lab) -> Figures:
     slowest = 0.0
     for _ in range(4):
         posted = [link.post(batch, deadline_s=20.0) for _ in range(3)]
-        asked = link.fence(30.0)
-        require(asked["proven"], "three transfers to a live peer, and no fence within 30 s")
+        asked = link.fence(10.0)
+        require(asked["proven"], "three transfers to a live peer, and no fence within 10 s")
         slowest = max(slowest, asked["took_s"])
         stays_clean(link, 0.15, "after the fence")
         for one in posted:

@@ -1,0 +1,177 @@
+"""The fault-injecting backend: each fault does what it says, and stays within the contract."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from sglang_pd.backends.base import Backend, Peer, Segment, Transfer, TransferState
+from sglang_pd.backends.registry import create_backend
+from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.testing.faults import Fault, FaultyBackend, install
+from sglang_pd.testing.memory import fill, read_bytes
+from sglang_pd.testing.pattern import Ranges, make_batch
+
+SIZE = 1 << 16
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Pair:
+    writer: FaultyBackend
+    target: Backend
+    peer: Peer
+    source: Segment
+    destination: Segment
+    clock: Clock
+
+    def batch(self, rows: int = 4) -> WriteBatch:
+        at = Ranges(np.zeros(rows, np.int64), np.arange(rows, dtype=np.int64) * 4096)
+        return make_batch(at, at, np.full(rows, 4096, np.int64), (SIZE,), (SIZE,))
+
+    def write(self, rows: int = 4) -> Transfer:
+        return self.writer.write(self.peer, self.batch(rows), deadline_s=10.0)
+
+    def landed(self) -> int:
+        return int((read_bytes(self.destination, 0, SIZE) == 7).sum())
+
+    def step(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.writer.progress()
+
+
+class Maker:
+    def __init__(self) -> None:
+        self.made: list[Backend] = []
+
+    def __call__(self, *faults: Fault, seed: int = 0) -> Pair:
+        clock = Clock()
+        writer = FaultyBackend(create_backend("local", epoch=1), faults, seed=seed, clock=clock)
+        target = create_backend("local", epoch=2)
+        self.made += [writer, target]
+        (source,) = writer.register([writer.allocate(SIZE)])
+        (destination,) = target.register([target.allocate(SIZE)])
+        fill(source, 0, SIZE, 7)
+        return Pair(writer, target, writer.connect(target.describe(), 2), source, destination, clock)
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    maker = Maker()
+    yield maker
+    for backend in maker.made:
+        backend.close()
+
+
+def test_no_fault_is_transparent(make: Maker) -> None:
+    pair = make()
+    assert pair.write().poll() is TransferState.DONE
+    assert pair.landed() == 4 * 4096
+    assert pair.writer.struck == []
+
+
+def test_drop_is_unknown_after_its_deadline_and_nothing_lands(make: Maker) -> None:
+    pair = make(Fault(kind="drop"))
+    transfer = pair.write()
+    assert transfer.poll() is TransferState.PENDING
+    pair.step(10.5)
+    assert transfer.poll() is TransferState.UNKNOWN
+    assert transfer.error is not None and transfer.error.code == "transfer_timeout"
+    assert not transfer.quiesced and pair.landed() == 0
+    assert pair.writer.fence(pair.peer), "a dropped batch can never land"
+
+
+def test_delay_posts_later(make: Maker) -> None:
+    pair = make(Fault(kind="delay", seconds=2.0))
+    transfer = pair.write()
+    pair.step(1.9)
+    assert transfer.poll() is TransferState.PENDING and pair.landed() == 0
+    assert not pair.writer.fence(pair.peer)
+    assert pair.writer.progress_interval_s is not None
+    pair.step(0.2)
+    assert transfer.poll() is TransferState.DONE and pair.landed() == 4 * 4096
+    assert pair.writer.fence(pair.peer) and pair.writer.progress_interval_s is None
+
+
+def test_delay_past_the_deadline_is_unknown_then_done(make: Maker) -> None:
+    pair = make(Fault(kind="delay", seconds=20.0))
+    transfer = pair.write()
+    pair.step(15.0)
+    assert transfer.poll() is TransferState.UNKNOWN and not pair.writer.fence(pair.peer)
+    pair.step(6.0)
+    assert transfer.poll() is TransferState.DONE and transfer.error is None
+
+
+def test_partial_lands_a_part_and_fails(make: Maker) -> None:
+    pair = make(Fault(kind="partial", fraction=0.5))
+    transfer = pair.write()
+    pair.step(0.0)
+    assert transfer.poll() is TransferState.FAILED
+    assert transfer.error is not None and "partial" in transfer.error.message
+    assert pair.landed() == 2 * 4096
+
+
+def test_late_bytes_land_after_unknown(make: Maker) -> None:
+    pair = make(Fault(kind="late", seconds=3.0))
+    transfer = pair.write()
+    assert transfer.poll() is TransferState.UNKNOWN and not transfer.quiesced
+    assert not pair.writer.fence(pair.peer) and pair.landed() == 0
+    pair.step(3.1)
+    assert pair.landed() == 4 * 4096
+    assert transfer.poll() is TransferState.DONE and pair.writer.fence(pair.peer)
+
+
+def test_fail_at_the_third(make: Maker) -> None:
+    pair = make(Fault(kind="fail", at=3))
+    states = [pair.write().poll() for _ in range(4)]
+    assert states == [TransferState.DONE, TransferState.DONE, TransferState.FAILED, TransferState.DONE]
+    assert pair.writer.struck == [(3, "fail")]
+
+
+def test_hold_fence_until_released(make: Maker) -> None:
+    pair = make(Fault(kind="hold_fence", at=1), Fault(kind="hold_fence", at=2, seconds=5.0))
+    assert pair.write().poll() is TransferState.DONE
+    assert not pair.writer.fence(pair.peer) and not pair.writer.revoke(99)
+    pair.writer.release_fences()
+    assert pair.writer.fence(pair.peer) and pair.writer.revoke(98)
+    assert pair.write().poll() is TransferState.DONE
+    assert not pair.writer.fence(pair.peer)
+    pair.step(5.1)
+    assert pair.writer.fence(pair.peer)
+
+
+def test_disconnect_drops_what_waits(make: Maker) -> None:
+    pair = make(Fault(kind="late", seconds=1.0))
+    transfer = pair.write()
+    pair.writer.disconnect(pair.peer)
+    pair.step(2.0)
+    assert transfer.poll() is TransferState.FAILED and pair.landed() == 0
+
+
+def test_every_and_probability_are_reproducible(make: Maker) -> None:
+    def struck(seed: int) -> list[tuple[int, str]]:
+        pair = make(Fault(kind="fail", at=2, every=2, probability=0.5), seed=seed)
+        for _ in range(40):
+            pair.write()
+        return pair.writer.struck
+
+    assert struck(1) == struck(1) != struck(2)
+    assert 0 < len(struck(1)) < 20 and all(number % 2 == 0 for number, _ in struck(1))
+
+
+def test_by_name(make: Maker) -> None:
+    install()
+    options = {"inner": "local", "faults": [{"kind": "fail", "at": 1}]}
+    with create_backend("faulty", epoch=5, options=options) as backend:
+        assert backend.epoch == 5 and backend.capabilities.name == "local"
+    with pytest.raises(ConfigError, match=r"faults\[0\]"):
+        create_backend("faulty", epoch=5, options={"inner": "local", "faults": [{"kind": "explode"}]})
