@@ -79,7 +79,7 @@ class Localize:
 
     def masked(self, idx: Idx[VirtualTok] | MaskedIdx[VirtualTok]) -> MaskedIdx[LocalTok]:
         """The same for a table that keeps its shape: what this rank does not own becomes absent."""
-        _same(self.virtual, idx, f"Localize(rank {self.dcp_rank})")
+        _same(self.virtual, idx, f"Localize(rank {self.dcp_rank})", masked=True)
         present = np.ones(len(idx), dtype=np.bool_) if isinstance(idx, Idx) else idx.present
         values = idx.lower() if isinstance(idx, Idx) else idx.lower(absent=-1)
         values = np.where(present, values, 0)
@@ -132,7 +132,7 @@ class TokenAt(Generic[T]):
         """`positions`: int64 [n], token positions within the prompt that the page list covers."""
         _same(Page(of=self.tokens), pages, "TokenAt")
         length = self.tokens.page_len
-        position = np.asarray(positions, dtype=np.int64)
+        position = _positions(positions, "TokenAt")
         place = position // length - self.first_page
         if position.size and not (0 <= int(place.min()) and int(place.max()) < len(pages)):
             raise IndexOutOfSpace(
@@ -153,7 +153,7 @@ class RingAt:
     def __call__(self, row: Idx[RequestRow], positions: NDArray[np.integer[Any]]) -> Idx[Ring]:
         """`row`: one row; `positions`: int64 [n], token positions, none negative."""
         _same(self.target.of, row, "RingAt")
-        position = np.asarray(positions, dtype=np.int64)
+        position = _positions(positions, "RingAt")
         if len(row) != 1 or (position.size and int(position.min()) < 0):
             raise IndexOutOfSpace(
                 "a ring needs one row and positions that are not negative", where="RingAt", actual=f"{len(row)} rows"
@@ -171,7 +171,7 @@ class Translate(Generic[S, B]):
     table: MaskedIdx[B]
 
     def __post_init__(self) -> None:
-        _same(self.target, self.table, "Translate")
+        _same(self.target, self.table, "Translate", masked=True)
         if len(self.table) != self.source.extent:
             raise SpaceError(
                 "a translation table covers its whole source space",
@@ -197,7 +197,7 @@ class RaggedAt:
     def __call__(self, request: int, positions: NDArray[np.integer[Any]]) -> Idx[RaggedScratch]:
         """`positions`: int64 [n], below the request's token count."""
         counts = self.target.token_counts
-        position = np.asarray(positions, dtype=np.int64)
+        position = _positions(positions, "RaggedAt")
         if not 0 <= request < len(counts) or (
             position.size and not (0 <= int(position.min()) and int(position.max()) < counts[request])
         ):
@@ -228,13 +228,6 @@ class Door(Generic[S]):
 
     def accept(self, idx: Idx[S]) -> I64:
         """The int64 values for the kernel behind the door. Raises `SpaceMismatch`."""
-        if not isinstance(idx, Idx):
-            raise SpaceError(
-                "a door takes an Idx: bare integers and masked indices have no business here",
-                where=self.consumer,
-                expected=f"Idx of {self.space}",
-                actual=type(idx).__name__,
-            )
         _same(self.space, idx, f"accept at {self.consumer}", self.consumer)
         return idx.lower()
 
@@ -244,10 +237,34 @@ class Door(Generic[S]):
             raise SpaceError(
                 "this door forbids absent indices", where=self.consumer, expected="Idx", actual="MaskedIdx"
             )
-        _same(self.space, idx, f"accept_masked at {self.consumer}", self.consumer)
+        if not isinstance(idx, MaskedIdx):
+            raise SpaceError(
+                "a table that may have holes is a MaskedIdx", where=self.consumer, actual=type(idx).__name__
+            )
+        _same(self.space, idx, f"accept_masked at {self.consumer}", self.consumer, masked=True)
         return idx.lower(absent=absent)
 
 
-def _same(expected: Space, index: Any, operation: str, consumer: str = "") -> None:
+def _same(expected: Space, index: Any, operation: str, consumer: str = "", masked: bool = False) -> None:
+    if not isinstance(index, (Idx, MaskedIdx) if masked else Idx):
+        raise SpaceError(
+            "bare integers and masked indices have no business here",
+            where=consumer or operation,
+            expected=f"{'Idx or MaskedIdx' if masked else 'Idx'} of {expected}",
+            actual=type(index).__name__,
+        )
     if index.space is not expected and index.space != expected:
         raise mismatch(expected, index, consumer or operation, operation)
+
+
+def _positions(positions: NDArray[np.integer[Any]], where: str) -> I64:
+    """Positions as int64. A float would be cut to an integer without a word, so any other dtype is refused."""
+    values = np.asarray(positions)
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise IndexOutOfSpace(
+            "positions are a one-dimensional array of integers",
+            where=where,
+            expected="integer dtype, 1 dimension",
+            actual=f"dtype {values.dtype}, {values.ndim} dimensions",
+        )
+    return values.astype(np.int64)

@@ -33,6 +33,11 @@ def _count(space: object, field: str, value: object, least: int = 1) -> None:
     _require(good, name, field, f"an integer from {least} to {MAX_EXTENT}", repr(value))
 
 
+def _bounded(space: Space) -> None:
+    # Facts that are each acceptable can multiply to an extent at which slot arithmetic would wrap.
+    _require(space.extent <= MAX_EXTENT, type(space).__name__, "extent", f"at most {MAX_EXTENT}", space.extent)
+
+
 Here = TypeVar("Here", bound="Space")
 """The space that `ingest` is called on."""
 
@@ -123,7 +128,7 @@ class VirtualTok(Space, frozen=True, kw_only=True, tag="virtual_token"):
             f"a divisor of page_tokens = {self.page_tokens}",
             self.interleave,
         )
-        _require(self.extent <= MAX_EXTENT, "VirtualTok", "extent", f"at most {MAX_EXTENT}", self.extent)
+        _bounded(self)
 
     @property
     def extent(self) -> int:
@@ -192,6 +197,7 @@ class SwaTok(Space, frozen=True, kw_only=True, tag="swa_token"):
             f"a multiple of page_tokens = {self.page_tokens}",
             self.capacity_tokens,
         )
+        _bounded(self)
 
     @property
     def extent(self) -> int:
@@ -220,6 +226,7 @@ class RequestRow(Space, frozen=True, kw_only=True, tag="request_row"):
     def __post_init__(self) -> None:
         _count(self, "rows", self.rows)
         _count(self, "reserved", self.reserved, least=0)
+        _bounded(self)
 
     @property
     def extent(self) -> int:
@@ -244,6 +251,7 @@ class RecurrentSlot(Space, frozen=True, kw_only=True, tag="recurrent_slot"):
     def __post_init__(self) -> None:
         _count(self, "slots", self.slots)
         _count(self, "reserved", self.reserved, least=0)
+        _bounded(self)
 
     @property
     def extent(self) -> int:
@@ -327,6 +335,7 @@ class Ring(Space, frozen=True, kw_only=True, tag="ring"):
         _require(
             self.width >= self.group_tokens, "Ring", "width", f"at least group_tokens = {self.group_tokens}", self.width
         )
+        _bounded(self)
 
     @property
     def extent(self) -> int:
@@ -353,6 +362,7 @@ class RaggedScratch(Space, frozen=True, kw_only=True, tag="ragged_scratch"):
     def __post_init__(self) -> None:
         for count in self.token_counts:
             _count(self, "token_counts", count, least=0)
+        _bounded(self)
 
     @property
     def extent(self) -> int:
