@@ -1,0 +1,126 @@
+"""The engine that peers write through, and its end as the destination's proof.
+
+Once it is closed and joined, no thread of this process stores bytes that a peer sent, whatever waits in sockets, and
+those sockets are gone. Its successor must listen on other ports: a stopped writer that wakes up still holds the old
+ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, and unused, until the
+backend is closed.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from sglang_pd.backends.mooncake_blob import identity_bytes
+from sglang_pd.backends.mooncake_engine import Engine
+from sglang_pd.backends.mooncake_library import Library
+from sglang_pd.backends.mooncake_links import IdentityPage
+from sglang_pd.backends.mooncake_memory import Memory
+from sglang_pd.backends.mooncake_options import MooncakeOptions
+from sglang_pd.backends.mooncake_sockets import reserve
+from sglang_pd.protocol.errors import BackendError, PdError
+
+CLOSE_WITHIN_S = 5.0
+
+
+class Inbound:
+    """Owns the engine that exports our memory. `generation` counts its engines, from 1."""
+
+    def __init__(self, library: Library, options: MooncakeOptions, epoch: int, memory: Memory) -> None:
+        self._library = library
+        self._options = options
+        self._epoch = epoch
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._page = IdentityPage(options.transport)
+        self._old_ports: set[int] = set()
+        self._reserved: list[socket.socket] = []
+        self._revoked: set[int] = set()
+        self._asked: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._failed: PdError | None = None
+        self.generation = 0
+        self._engine: Engine | None = None
+        self._open()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine now. Raises `BackendError` while it is being replaced, or what kept it from being replaced."""
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            if self._engine is None:
+                raise BackendError("the engine that peers write through is being replaced: ask again", where="mooncake")
+            return self._engine
+
+    @property
+    def identity_address(self) -> int:
+        """Where peers read who we are."""
+        return self._page.address
+
+    def _open(self) -> None:
+        engine = Engine(self._library, self._options, avoid=frozenset(self._old_ports))
+        self.generation += 1
+        self._page.write(identity_bytes(self._epoch, self.generation))
+        try:
+            engine.register([self._page.address], [self._page.nbytes])
+            segments = self._memory.segments
+            engine.register([one.address for one in segments], [one.nbytes for one in segments])
+        except PdError:
+            engine.stop(CLOSE_WITHIN_S)
+            raise
+        with self._lock:
+            self._engine = engine
+
+    def revoke(self, epoch: int, news: Callable[[], None]) -> bool:
+        """True once an engine that `epoch` may have written through is closed and joined; starts that. Never waits."""
+        with self._lock:
+            if epoch in self._revoked:
+                return True
+            self._asked.add(epoch)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._replace, args=(news,), name="sglang-pd-mooncake-revoke", daemon=True
+                )
+                self._thread.start()
+        return False
+
+    def _replace(self, news: Callable[[], None]) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, set()
+            engine, self._engine = self._engine, None
+        closed = engine is None or self._close(engine)
+        try:
+            if not closed:
+                raise BackendError("the library's engine did not close, so nothing is proven", where="mooncake")
+            self._open()
+        except PdError as error:
+            self._failed = error
+        with self._lock:
+            if closed:
+                self._revoked |= asked
+            self._thread = None
+        news()
+
+    def _close(self, engine: Engine) -> bool:
+        self._old_ports |= engine.ports
+        closed = engine.stop(CLOSE_WITHIN_S)
+        self._reserved += [held for held in map(reserve, engine.ports) if held is not None]
+        return closed
+
+    def close(self) -> bool:
+        """End the engine; True when that is proven. Idempotent."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(2 * CLOSE_WITHIN_S)
+        with self._lock:
+            engine, self._engine = self._engine, None
+            self._failed = self._failed or BackendError("the backend is closed", where="mooncake")
+        closed = engine is None or engine.stop(CLOSE_WITHIN_S)
+        for held in self._reserved:
+            held.close()
+        self._reserved.clear()
+        if closed:
+            self._page.release()
+        return closed and (thread is None or not thread.is_alive())

@@ -1,0 +1,214 @@
+"""One posted batch, as its owner sees it; and a peer, as it was described and as it was found."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_pd.backends.base import Peer, Transfer, TransferState
+from sglang_pd.backends.mooncake_blob import Blob, ProcessMark
+from sglang_pd.backends.mooncake_chunk import Chunk, Pieces
+from sglang_pd.backends.mooncake_engine import Engine
+from sglang_pd.protocol.batch import U64
+from sglang_pd.protocol.errors import PdError, TransferError
+
+_PAST = (TransferState.DONE, TransferState.FAILED)
+
+
+class MooncakeTransfer(Transfer):
+    """Pieces waiting here, in the library, or ended. The pump alone changes it, under its lock.
+
+    pieces: merged when the pump takes the transfer up. cursor: first piece not yet submitted. flights: submissions in
+    the library. halted: nothing more of it will be submitted. lost: a submission failed without proof. left: it no
+    longer counts as queued.
+    """
+
+    def __init__(self, peer: MooncakePeer, pieces: Pieces, nbytes: int, deadline_s: float, after: Any) -> None:
+        self.nbytes = nbytes
+        self.peer = peer
+        self.pieces = pieces
+        self.merged = False
+        self.after = after
+        self.cursor = 0
+        self.flights = 0
+        self.halted = False
+        self.lost = False
+        self.left = False
+        self.deadline_s = deadline_s
+        self.ends_at = time.monotonic() + deadline_s
+        self.assist: Callable[[MooncakeTransfer], None] | None = None
+        self._state = TransferState.PENDING
+        self._error: PdError | None = None
+
+    def poll(self) -> TransferState:
+        """See `Transfer.poll`. Past its deadline a transfer is never seen PENDING, whether or not the pump has run."""
+        if self._state not in _PAST and self.assist is not None:
+            self.assist(self)
+        state = self._state
+        if state is TransferState.PENDING and time.monotonic() > self.ends_at:
+            return TransferState.UNKNOWN
+        return state
+
+    @property
+    def error(self) -> PdError | None:
+        """See `Transfer.error`."""
+        if self._error is None and self.poll() is TransferState.UNKNOWN:
+            return self.late()
+        return self._error if self._state is not TransferState.DONE else None
+
+    def late(self) -> PdError:
+        """The error of a deadline that has passed."""
+        return TransferError(
+            "the deadline passed; bytes may still land",
+            code="transfer_timeout",
+            where=f"mooncake, {self.peer.label}",
+            expected=f"DONE within {self.deadline_s:g} s",
+            actual=f"{self.cursor} of {len(self.pieces)} pieces submitted",
+        )
+
+    def blame(self, error: PdError) -> None:
+        """Keep the first cause."""
+        self._error = self._error or error
+
+    def set_state(self, state: TransferState) -> None:
+        """Move on; DONE and FAILED are final and let go of the arrays."""
+        self._state = state
+        if state in _PAST:
+            self.pieces = self.pieces.part(0, 0)
+            self.after = self.assist = None
+
+    @property
+    def final(self) -> bool:
+        """DONE or FAILED."""
+        return self._state in _PAST
+
+
+@dataclass(slots=True)
+class Flight:
+    """One submission in the library."""
+
+    transfer: MooncakeTransfer
+    chunk: Chunk
+    pieces: int
+    nbytes: int
+    outbound: Outbound
+
+
+@dataclass(eq=False, slots=True)
+class Outbound:
+    """An engine that writes, shared by peers.
+
+    sessions: session -> (epoch, generation) it was opened for; the library never asks again who is there.
+    forgotten: sessions whose peers were disconnected or lost; their sockets stay until the engine ends.
+    """
+
+    engine: Engine
+    sessions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    peers: set[int] = field(default_factory=set)
+    flights: int = 0
+    forgotten: int = 0
+
+
+class MooncakePeer(Peer):
+    """One incarnation of a remote backend.
+
+    waiting, flying: its transfers not yet submitted whole, and its submissions, oldest first. posted, resolved: how
+    many transfers there were, and how many came to DONE or FAILED. suspect: a submission failed, and who is there has
+    not been verified since; nothing is submitted meanwhile.
+    """
+
+    def __init__(self, number: int, blob: Blob, outbound: Outbound) -> None:
+        self.number = number
+        self.blob = blob
+        self.epoch = blob.epoch
+        self.transport = blob.transport
+        self.base: U64 = blob.base
+        self.bytes: U64 = blob.segment_bytes
+        self.segment_bytes = tuple(int(n) for n in self.bytes)
+        self.outbound = outbound
+        self.waiting: deque[MooncakeTransfer] = deque()
+        self.flying: deque[Flight] = deque()
+        self.outstanding_pieces = 0
+        self.outstanding_bytes = 0
+        self.posted = 0
+        self.resolved = 0
+        self.suspect = False
+        self.verify_at = 0.0
+        self.verify_pause_s = 0.5
+        self.verify_failures = 0
+        self.connected = True
+        self.process = watch_process(blob.process)
+        self._lost: PdError | None = None
+        self._lost_lock = threading.Lock()
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        return f"peer {self.epoch:#x} at {self.blob.session}"
+
+    @property
+    def lost(self) -> PdError | None:
+        """See `Peer.lost`."""
+        if self._lost is None and self.dead():
+            self.lose(TransferError("the peer's process has ended", code="peer_lost", where=f"mooncake, {self.label}"))
+        return self._lost
+
+    def lose(self, error: PdError) -> None:
+        """Mark it gone, for good; the first reason stays."""
+        with self._lost_lock:
+            self._lost = self._lost or error
+
+    def dead(self) -> bool:
+        """True when this host's kernel says that the peer's process has ended, all threads of it."""
+        return self.process is not None and process_ended(self.process)
+
+    def release(self) -> None:
+        """Give back the process descriptor."""
+        with self._lost_lock:
+            descriptor, self.process = self.process, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def own_process() -> ProcessMark | None:
+    """This process, for peers of the same host; None where /proc does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            boot_id = boot.read().strip()
+        return ProcessMark(boot_id, os.readlink("/proc/self/ns/pid"), os.getpid(), _start_ticks(os.getpid()))
+    except (OSError, ValueError):
+        return None
+
+
+def watch_process(mark: ProcessMark | None) -> int | None:
+    """A descriptor of that very process if it is one of this host and PID namespace, else None."""
+    mine = own_process()
+    if mark is None or mine is None or (mark.boot, mark.pid_namespace) != (mine.boot, mine.pid_namespace):
+        return None
+    try:
+        descriptor = os.pidfd_open(mark.pid)
+    except OSError:
+        return None
+    try:
+        if _start_ticks(mark.pid) == mark.start_ticks:
+            return descriptor
+    except (OSError, ValueError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+def process_ended(descriptor: int) -> bool:
+    """Whether the process of a pidfd has ended."""
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+def _start_ticks(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+        return int(stat.read().rpartition(")")[2].split()[19])
