@@ -1,0 +1,225 @@
+"""A request's memory: one row, one slot, pages; and the states in which a peer may write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from sglang_pd.memory.index_pool import LeaseError
+from sglang_pd.protocol.bind import IndexLists
+from sglang_pd.protocol.errors import PlanError
+from sglang_pd.protocol.idx import I64, Idx
+from sglang_pd.protocol.kinds import Prompt, first_page, list_count
+from sglang_pd.protocol.spaces import AnySpace, Page, RecurrentSlot, RequestRow, SwaTok
+
+if TYPE_CHECKING:
+    from sglang_pd.memory.allocator import Allocator
+
+
+class LeaseState(Enum):
+    """What may happen to the memory now."""
+
+    HELD = "held"
+    """The local engine alone writes it."""
+    ARMED = "armed"
+    """A peer may write it at any moment; nobody here clears, grows, or frees it."""
+    QUARANTINED = "quarantined"
+    """Its request is over, but a peer may still write or read it."""
+    FREED = "freed"
+    """Back with the allocator."""
+
+
+@dataclass(slots=True)
+class Holding:
+    """Indices of one list space that a lease holds; changed by the allocator alone.
+
+    indices: int64. first: position, in pages from the start of the request, of indices[0] (0 for rows and slots).
+    shared: how many of the first indices belong to another lease's prefix.
+    """
+
+    indices: I64
+    first: int = 0
+    shared: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last index."""
+        return self.first + len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What a rank needs to find a request's state: typed indices, the same on every rank of the instance.
+
+    pages: pages of positions 0, p, 2p, ... swa_pages: pages of the sliding window, the first one for positions from
+    swa_first_page * p. None where the model has no such component. tokens: positions that the pages hold.
+    """
+
+    generation: int
+    tokens: int
+    pages: Idx[Page] | None = None
+    swa_pages: Idx[Page] | None = None
+    swa_first_page: int = 0
+    row: Idx[RequestRow] | None = None
+    slot: Idx[RecurrentSlot] | None = None
+
+
+class Lease:
+    """Memory of one request; made by `Allocator.lease`. Not thread-safe: the control thread owns it.
+
+    A lease starts HELD. `arm` before a peer may write, `disarm` once every byte is in, or fenced. `pin` while a peer's
+    transfer reads; then only quarantine, never release, ends the lease.
+    """
+
+    def __init__(self, allocator: Allocator, generation: int) -> None:
+        self._allocator = allocator
+        self.generation = generation
+        """Positive, rising, never re-used by this allocator: names this use of the memory."""
+        self.state = LeaseState.HELD
+        self.tokens = 0
+        """Token positions the lease has pages for."""
+        self.prefix_tokens = 0
+        """Leading tokens whose pages are shared with another lease and never written by this one."""
+        self._pins = 0
+        self._whole_pins = 0
+        self.holdings: dict[AnySpace, Holding] = {}
+        """What is held in each list space; changed by the allocator alone."""
+        self._tables: Tables | None = None
+
+    # --- states ---
+
+    def _require(self, what: str, *states: LeaseState) -> None:
+        if self.state not in states:
+            raise LeaseError(
+                f"a lease cannot {what} now",
+                where=f"generation {self.generation}",
+                expected=" or ".join(s.value for s in states),
+                actual=self.state.value,
+                hint="Memory armed for receive belongs to the peer until its fence." if self.is_armed else "",
+            )
+
+    @property
+    def is_armed(self) -> bool:
+        """True while a peer may write this memory."""
+        return self.state is LeaseState.ARMED
+
+    @property
+    def pins(self) -> int:
+        """Transfers that may read this memory now."""
+        return self._pins
+
+    def arm(self) -> None:
+        """A peer may write from now on."""
+        self._require("be armed", LeaseState.HELD)
+        if self._pins:
+            raise LeaseError("a lease that is being read cannot be armed", where=f"generation {self.generation}")
+        self._allocator.require_alone(self)
+        self.state = LeaseState.ARMED
+
+    def disarm(self) -> None:
+        """No peer will write any more (all bytes are in, or every writer is fenced): the engine owns it again."""
+        self._require("be disarmed", LeaseState.ARMED)
+        self.state = LeaseState.HELD
+
+    def pin(self, *, whole: bool = False) -> None:
+        """A transfer reads this memory. whole: also what is only valid after the prompt's last chunk."""
+        self._require("be pinned", LeaseState.HELD)
+        self._pins += 1
+        self._whole_pins += whole
+
+    def unpin(self, *, whole: bool = False) -> None:
+        """That transfer is quiesced."""
+        if self._pins < 1 or (whole and self._whole_pins < 1):
+            raise LeaseError("a lease was unpinned more often than pinned", where=f"generation {self.generation}")
+        self._pins -= 1
+        self._whole_pins -= whole
+
+    def require_clearable(self) -> None:
+        """Raise `LeaseError` unless the local engine may clear this lease's slot and row."""
+        self._require("be cleared", LeaseState.HELD)
+        self._require_not_read_whole("be cleared")
+
+    def _require_not_read_whole(self, what: str) -> None:
+        if self._whole_pins:
+            raise LeaseError(
+                f"a lease that is being read as a whole cannot {what}", where=f"generation {self.generation}"
+            )
+
+    def release(self) -> None:
+        """Give everything back. Raises `LeaseError` while a peer may write or read it: quarantine it then."""
+        self._require("be released", LeaseState.HELD)
+        if self._pins:
+            raise LeaseError(
+                "a lease that is being read cannot be released", where=f"generation {self.generation}",
+                actual=f"{self._pins} transfers", hint="Unpin when they are quiesced, or quarantine the lease.",
+            )  # fmt: skip
+        self._allocator.finish(self, withheld="", now_s=0.0)
+        self.state = LeaseState.FREED
+
+    def quarantine(self, reason: str, now_s: float) -> None:
+        """End the request, but withhold its memory until `Allocator.fenced(generation)`. Shared pages go back now."""
+        self._require("be quarantined", LeaseState.HELD, LeaseState.ARMED)
+        self._allocator.finish(self, withheld=reason or "unnamed", now_s=now_s)
+        self.state = LeaseState.QUARANTINED
+
+    # --- size ---
+
+    def advance(self, stop: int) -> None:
+        """Hold pages for every position below `stop`, the sliding window before `stop` included, beside what is held.
+
+        Raises `RoomError` (`pool_exhausted`), the lease unchanged; `LeaseError` while armed, or read as a whole.
+        """
+        self._require("grow", LeaseState.HELD)
+        self._require_not_read_whole("grow")
+        self._allocator.extend(self, max(stop, self.tokens), stop)
+
+    def settle(self, stop: int) -> None:
+        """Give back sliding-window pages that lie wholly before the window of `stop`."""
+        self._require("settle", LeaseState.HELD)
+        self._require_not_read_whole("shrink")
+        self._allocator.trim(self, stop)
+
+    # --- what others see ---
+
+    def lists(self, prompt: Prompt) -> IndexLists:
+        """The index lists that a room needs of this side, one a list space.
+
+        A source passes a prompt with prefix 0 and lists the whole prompt; a destination lists what lies behind its
+        prefix. Raises `PlanError` (`count_mismatch`) where the lease holds too little.
+        """
+        result: dict[AnySpace, Idx[Any]] = {}
+        for space, holding in self.holdings.items():
+            first, count = first_page(space, prompt), list_count(space, prompt)
+            if count and (first < holding.first or first + count > holding.stop):
+                raise PlanError(
+                    "the lease does not hold the pages of the prompt",
+                    code="count_mismatch",
+                    where=f"generation {self.generation}, {space}",
+                    expected=f"pages {first} to {first + count}",
+                    actual=f"{holding.first} to {holding.stop}",
+                )
+            start = first - holding.first if count else 0
+            result[space] = space.ingest(holding.indices[start : start + count], consumer="lease")
+        return result
+
+    def changed(self) -> None:
+        """The allocator changed the holdings: tables handed out before are of the past."""
+        self._tables = None
+
+    def tables(self) -> Tables:
+        """The indices for the engines of all ranks, as of now."""
+        if self._tables is None:
+            fields: dict[str, Any] = {"generation": self.generation, "tokens": self.tokens}
+            for space, holding in self.holdings.items():
+                idx = space.ingest(holding.indices, consumer="lease")
+                if isinstance(space, RequestRow):
+                    fields["row"] = idx
+                elif isinstance(space, RecurrentSlot):
+                    fields["slot"] = idx
+                elif isinstance(space, Page) and isinstance(space.of, SwaTok):
+                    fields["swa_pages"], fields["swa_first_page"] = idx, holding.first
+                else:
+                    fields["pages"] = idx
+            self._tables = Tables(**fields)
+        return self._tables
