@@ -16,7 +16,7 @@ import numpy as np
 from sglang_pd.protocol.batch import U64, WriteBatch
 from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.idx import I64, Idx, mismatch
-from sglang_pd.protocol.kinds import Elements, Prompt, Validity, first_page, kind_of, list_count
+from sglang_pd.protocol.kinds import Elements, Prompt, Validity, first_page, kind_of, list_count, list_tokens
 from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.plan import Items, Move, Plan
 from sglang_pd.protocol.space_maps import local_address
@@ -108,9 +108,15 @@ class RoomIndices:
 
 
 def check_prefix(needed: Mapping[AnySpace, str], prompt: Prompt) -> None:
-    """Refuse a prefix that is no multiple of decode's virtual page: a shared page is never rewritten."""
+    """Refuse a prefix that is no multiple of decode's virtual page: a shared page is never rewritten.
+
+    A sliding window's own page counts where the prefix reaches into the window.
+    """
     for space, kind in needed.items():
-        if isinstance(space, Page) and isinstance(space.of, VirtualTok) and prompt.prefix_tokens % space.of.page_len:
+        if not isinstance(space, Page) or prompt.prefix_tokens % space.of.page_len == 0:
+            continue
+        tokens = list_tokens(space, prompt)
+        if isinstance(space.of, VirtualTok) or (len(tokens) and tokens.start == prompt.prefix_tokens):
             raise PlanError(
                 "the prefix on decode is not a whole number of pages",
                 code="prefix_unaligned",
@@ -225,7 +231,14 @@ def _slots(space: AnySpace, lists: IndexLists, prompt: Prompt, positions: I64) -
         return np.broadcast_to(listed[:1], positions.shape), None
     tokens = positions * space.ratio if isinstance(space, Scaled) else positions
     length = space.list_space.of.page_len if isinstance(space.list_space, Page) else 1
-    slots = listed[tokens // length - first_page(space.list_space, prompt)] * length + tokens % length
+    place = tokens // length - first_page(space.list_space, prompt)
+    if place.size and not (0 <= int(place[0]) and int(place[-1]) < listed.shape[0]):
+        # A kind whose live rule reaches beyond its list: numpy would count a negative place from the end.
+        raise PlanError(
+            "live elements lie outside the index list", code="count_mismatch", where=str(space),
+            expected=f"pages 0 to {listed.shape[0] - 1}", actual=f"{int(place[0])} to {int(place[-1])}",
+        )  # fmt: skip
+    slots = listed[place] * length + tokens % length
     if isinstance(space, LocalTok):
         owner, local = local_address(slots, space.virtual)
         return local, owner == space.dcp_rank

@@ -92,9 +92,11 @@ def live_tokens(prompt: Prompt, space: AnySpace) -> Elements:
 
 
 def live_groups(prompt: Prompt, space: AnySpace) -> Elements:
-    """Closed groups [prefix / r, L // r); the open group is pending state, not a compressed row."""
-    ratio = space.ratio if isinstance(space, Scaled) else 1
-    return Elements(prompt.prefix_tokens // ratio, prompt.tokens // ratio)
+    """Closed groups [prefix / r, L // r), of a sliding window those inside it; the open group is pending state."""
+    if not isinstance(space, Scaled):
+        return live_tokens(prompt, space)
+    start = -(-live_window(prompt, space.of).start // space.ratio)
+    return Elements(start, max(start, prompt.tokens // space.ratio))
 
 
 def live_window(prompt: Prompt, space: AnySpace) -> Elements:
