@@ -81,8 +81,11 @@ def _transports(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator
         lacking = sorted({lack for rank in instance.ranks for lack in _lacks(rank.transport, rank.segments)})
         for lack in lacking:
             yield _mismatch("", "", "memory", *((lack, "any") if side == "prefill" else ("any", lack)))
-        if prefill.direction not in {d for rank in instance.ranks for d in rank.transport.directions}:
-            yield _mismatch("", "", "transport.directions", prefill.direction, instance.ranks[0].transport.directions)
+        unable = [rank for rank in instance.ranks if instance.direction not in rank.transport.directions]
+        if unable:
+            lack = f"rank {unable[0].rank} can only {' '.join(unable[0].transport.directions)}"
+            able = f"{instance.direction} wanted"
+            yield _mismatch("", "", "transport.directions", *((lack, able) if side == "prefill" else (able, lack)))
 
 
 def _lacks(transport: Transport, segments: tuple[object, ...]) -> Iterator[str]:
@@ -110,6 +113,7 @@ def _components(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator
         yield from _differ(kind, "", _space_facts(src_component.space, dst_component.space))
         yield from _regions(kind, src_regions, dst_regions)
         yield from _expressible(kind, src_component, src_regions, prefill)
+        yield from _expressible(kind, dst_component, dst_regions, decode, prefill_side=False)
 
 
 def _by_kind(instance: InstanceManifest) -> dict[str, tuple[Component, dict[tuple[int, str], Region]]]:
@@ -184,17 +188,20 @@ def _ids(layers: list[int]) -> str:
 
 
 def _expressible(
-    kind: str, component: Component, regions: dict[tuple[int, str], Region], prefill: InstanceManifest
+    kind: str,
+    component: Component,
+    regions: dict[tuple[int, str], Region],
+    instance: InstanceManifest,
+    prefill_side: bool = True,
 ) -> Iterator[Mismatch]:
-    """A source that shards context needs, for every unit, a rank of each context class."""
+    """A side that shards context needs, for every unit, a rank of each context class, or some tokens have no place."""
     if not isinstance(component.space, LocalTok):
         return
-    shape = prefill.topology
+    shape = instance.topology
     for key, region in regions.items():
         if not context_classes_owned(row_geometry(region), shape.tp, shape.dcp):
-            yield _mismatch(
-                kind, f"{key[0]}/{key[1]}", "tp", f"tp {shape.tp} with dcp {shape.dcp} leaves units unowned", ""
-            )
+            fault = f"tp {shape.tp} with dcp {shape.dcp} leaves units unowned"
+            yield _mismatch(kind, f"{_ids([key[0]])}/{key[1]}", "tp", *((fault, "") if prefill_side else ("", fault)))
             return
 
 
