@@ -115,8 +115,17 @@ def intervals(geometry: RowGeometry, src: Shard, dst: Shard) -> tuple[Interval, 
 
     Where the source shards its context (dcp > 1), only ranks with the token hold it: the election runs among the
     owners of this source rank's own context class, so that each class has one writer for each destination rank.
-    Neighbours that touch on both sides are merged, repeats of a fully covered row too.
+    Neighbours that touch on both sides are merged, repeats of a fully covered row too. Raises `PlanError` for a group
+    that a side cannot hold evenly.
     """
+    uneven = [(g, s.tp) for g in geometry.groups for s in (src, dst) if g % s.tp and s.tp % g]
+    if uneven and not geometry.replicated:
+        raise PlanError(
+            "a group divides by tp, or tp by it",
+            where="placement",
+            expected="no remainder",
+            actual=f"{uneven[0][0]} units over tp {uneven[0][1]}",
+        )
     if geometry.replicated:
         peers = [r for r in range(src.tp) if r % src.dcp == src.rank % src.dcp]
         mine = elect(peers, dst.tp, dst.rank) == src.rank
