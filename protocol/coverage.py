@@ -7,8 +7,10 @@ bound, and no other, is a property of `bind.py`'s element ranges.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -156,18 +158,25 @@ def overlapping_regions(rank: RankManifest) -> tuple[str, str] | None:
         for c in rank.components
         for r in c.regions
     )
-    open_spans: list[tuple[int, int, int, str, Region]] = []
-    for span in spans:
-        open_spans = [other for other in open_spans if other[0] == span[0] and other[2] > span[1]]
-        for other in open_spans:
-            if not _interleaved(other[4], span[4]):
-                return other[3], span[3]
-        open_spans.append(span)
+    # Spans open at one point share bytes of the address range, so all of them must have one stride, and each its own
+    # place in it. Sorted by place, only the neighbours of a newcomer can meet it: a hostile manifest costs n log n.
+    ends: list[tuple[int, tuple[int, int, str]]] = []
+    places: list[tuple[int, int, str]] = []
+    segment = stride = -1
+    for its_segment, offset, end, label, region in spans:
+        if its_segment != segment:
+            ends, places, segment = [], [], its_segment
+        while ends and ends[0][0] <= offset:
+            places.pop(bisect_left(places, heappop(ends)[1]))
+        entry = (offset % region.stride_bytes, region.item_bytes, label)
+        at = bisect_left(places, entry)
+        if places:
+            before, after = places[at - 1], places[at % len(places)]
+            if stride != region.stride_bytes or (entry[0] - before[0]) % stride < before[1]:
+                return before[2], label
+            if (after[0] - entry[0]) % stride < entry[1]:
+                return after[2], label
+        places.insert(at, entry)
+        heappush(ends, (end, entry))
+        stride = region.stride_bytes
     return None
-
-
-def _interleaved(a: Region, b: Region) -> bool:
-    if a.stride_bytes != b.stride_bytes:
-        return False
-    shift = (b.offset - a.offset) % a.stride_bytes
-    return shift >= a.item_bytes and shift + b.item_bytes <= a.stride_bytes
