@@ -21,6 +21,9 @@ MAX_BYTES: Final = 2**52
 """Largest length or offset in bytes (4 PiB): fits every pool, and sums of two never wrap 64 bits."""
 MAX_RANKS: Final = 4096
 MAX_UNITS: Final = 2**24
+MAX_GROUPS: Final = 64
+MAX_PIECES: Final = 4096
+"""Most pieces that a row falls into (outer_count * groups): a plan holds a descriptor for each."""
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Units = Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
@@ -30,6 +33,17 @@ Text = Annotated[str, msgspec.Meta(max_length=256)]
 
 def _refuse(where: str, expected: object, actual: object, message: str = "impossible value", hint: str = "") -> None:
     raise ManifestError(message, where=where, expected=expected, actual=actual, hint=hint)
+
+
+def _within(where: str, value: object, least: int, most: int, message: str = "impossible value") -> None:
+    """Integers are checked here as the decoder checks them: what we can build, a peer can read."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        _refuse(where, f"an integer from {least} to {most}", repr(value), message)
+
+
+def _named(where: str, value: object, least: int = 1, most: int = 64) -> None:
+    if not isinstance(value, str) or not least <= len(value) <= most:
+        _refuse(where, f"text of {least} to {most} characters", repr(value)[:80])
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +57,10 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in ("pp", "tp", "dcp", "dp_size"):
-            if not 1 <= getattr(self, field) <= MAX_RANKS:
-                _refuse(f"topology.{field}", f"1 to {MAX_RANKS}", getattr(self, field))
+            _within(f"topology.{field}", getattr(self, field), 1, MAX_RANKS)
         if self.tp % self.dcp:
             _refuse("topology.dcp", f"a divisor of tp = {self.tp}", self.dcp)
-        if not 0 <= self.dp_rank < self.dp_size:
-            _refuse("topology.dp_rank", f"0 to {self.dp_size - 1}", self.dp_rank)
+        _within("topology.dp_rank", self.dp_rank, 0, self.dp_size - 1)
         if self.pp * self.tp > MAX_RANKS:
             _refuse("topology", f"at most {MAX_RANKS} ranks", self.pp * self.tp)
 
@@ -89,26 +101,33 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     segment: Annotated[int, msgspec.Meta(ge=0, le=2**20)]
     offset: Bytes
     outer_count: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
-    shard_groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)] = ()
+    shard_groups: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
     def __post_init__(self) -> None:
         where = f"region[{self.layer_id}/{self.part}]"
-        for field in ("item_bytes", "stride_bytes", "row_bytes", "unit_bytes", "units_total"):
-            if not 1 <= getattr(self, field) <= MAX_BYTES:
-                _refuse(f"{where}.{field}", f"1 to {MAX_BYTES}", getattr(self, field), "a registered length is never 0")
-        for field, most in (("layer_id", MAX_LAYER_ID), ("offset", MAX_BYTES), ("segment", 2**20)):
-            if not 0 <= getattr(self, field) <= most:
-                _refuse(f"{where}.{field}", f"0 to {most}", getattr(self, field))
-        if self.outer_count < 1:
-            _refuse(f"{where}.outer_count", ">= 1", self.outer_count)
-        if not 0 <= self.dim <= self.units_total:
-            _refuse(f"{where}.dim", f"0 (replicated) to units_total = {self.units_total}", self.dim)
-        if sum(self.groups) != self.units_total or min(self.groups) < 1:
+        for field in ("item_bytes", "stride_bytes", "row_bytes", "unit_bytes"):
+            _within(f"{where}.{field}", getattr(self, field), 1, MAX_BYTES, "a registered length is never 0")
+        for field, least, most in (
+            ("layer_id", 0, MAX_LAYER_ID),
+            ("units_total", 1, MAX_UNITS),
+            ("offset", 0, MAX_BYTES),
+            ("segment", 0, 2**20),
+            ("outer_count", 1, 2**20),
+        ):
+            _within(f"{where}.{field}", getattr(self, field), least, most)
+        _named(f"{where}.part", self.part)
+        _named(f"{where}.dtype", self.dtype)
+        for group in self.shard_groups[:MAX_GROUPS]:
+            _within(f"{where}.shard_groups", group, 1, MAX_UNITS)
+        _within(f"{where}.dim", self.dim, 0, self.units_total)
+        if len(self.shard_groups) > MAX_GROUPS or sum(self.groups) != self.units_total:
             _refuse(
                 f"{where}.shard_groups",
                 f"positive sizes that sum to units_total = {self.units_total}",
                 self.shard_groups,
             )
+        if self.outer_count * len(self.groups) > MAX_PIECES:
+            _refuse(f"{where}.outer_count", f"at most {MAX_PIECES} pieces a row", self.outer_count * len(self.groups))
         units = self.dim or self.units_total
         if self.row_bytes != self.outer_count * units * self.unit_bytes:
             _refuse(
@@ -159,8 +178,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     optional: bool = False
 
     def __post_init__(self) -> None:
+        _named("component.kind", self.kind)
         kind = kind_of(self.kind)
         where = f"component[{self.kind}]"
+        _named(f"{where}.layout", self.layout, 0, 256)
         if isinstance(self.space, RaggedScratch | Page) or not isinstance(self.space, kind.spaces):
             _refuse(f"{where}.space", " | ".join(s.__name__ for s in kind.spaces), type(self.space).__name__)
         if self.optional and not kind.optional:
@@ -209,6 +230,10 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
     device: Name = "cpu"
+
+    def __post_init__(self) -> None:
+        _within("segment.nbytes", self.nbytes, 1, MAX_BYTES)
+        _named("segment.device", self.device)
 
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,6 +309,11 @@ class InstanceManifest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 2**40
 
     def __post_init__(self) -> None:
+        _named("instance.instance_id", self.instance_id)
+        _named("instance.direction", self.direction)
+        _named("instance.model", self.model, 0, 256)
+        _named("instance.revision", self.revision, 0, 256)
+        _within("instance.max_tokens", self.max_tokens, 1, 2**40)
         want = [RankId(p, t) for p in range(self.topology.pp) for t in range(self.topology.tp)]
         have = [r.rank for r in self.ranks]
         if have != want:
