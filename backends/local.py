@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
@@ -29,6 +28,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
+from sglang_pd.backends.local_groups import HostGroups, batch_rows, copy_one
 from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
@@ -41,7 +41,7 @@ from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
 from sglang_pd.backends.local_transfer import LocalTransfer, Part
-from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.batch import U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 
 if TYPE_CHECKING:
@@ -226,33 +226,33 @@ class LocalBackend(Backend):
         return transfer
 
     def _start(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
+        if len(batch) == 1 and nbytes <= INLINE_BYTES and after is None and not self._any_device(peer):
+            copy_one(batch, self._base, peer.base)
+            return []
         src, dst = batch_addresses(batch, self._base, peer.base)
-        length = batch.length
-        if not (self._on_device.any() or peer.on_device.any()):
-            return self._start_host(src, dst, length, nbytes, after)
-        device = (
-            self._on_device[batch.src.segment][batch.src_region] | peer.on_device[batch.dst.segment][batch.dst_region]
-        )
+        if not self._any_device(peer):
+            return self._start_host(peer, batch, (src, dst), nbytes, after)
+        from_device = self._on_device[batch.src.segment][batch.src_region]
+        device = from_device | peer.on_device[batch.dst.segment][batch.dst_region]
         parts: list[Part] = []
         if device.any():
-            side = peer.cuda
-            if side is None:
-                raise BackendError("device memory on either side, and no device was opened", code="backend_unavailable")
-            parts.append(side.copy(src[device], dst[device], length[device], after))
+            if peer.cuda is None:
+                raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
+            parts.append(peer.cuda.copy(src[device], dst[device], batch.length[device], after))
         host = ~device
         if host.any():
-            left = length[host]
-            parts += self._start_host(src[host], dst[host], left, int(left.sum()), after)
+            left = batch_rows(batch, host)
+            parts += self._start_host(peer, left, (src[host], dst[host]), left.total_bytes, after)
         return parts
 
     def _start_host(
-        self, src: NDArray[np.uint64], dst: NDArray[np.uint64], length: NDArray[np.uint64], nbytes: int, after: Any
+        self, peer: LocalPeer, batch: WriteBatch, addresses: tuple[U64, U64], nbytes: int, after: Any
     ) -> list[Part]:
-        ranges = src.view(np.int64), dst.view(np.int64), length.view(np.int64)
-        if after is None and nbytes <= INLINE_BYTES and length.shape[0] <= INLINE_DESCRIPTORS:
-            copy_now(*ranges)
+        groups = HostGroups(batch, addresses, (self._base, self._bytes), (peer.base, peer.bytes))
+        if after is None and nbytes <= INLINE_BYTES and len(batch) <= INLINE_DESCRIPTORS:
+            copy_now(groups.split())
             return []
-        job = CopyJob(*ranges, after=after)
+        job = CopyJob(groups.split, after)
         self._copier.submit(job)
         return [job]
 
@@ -319,6 +319,9 @@ class LocalBackend(Backend):
         os.close(self._news)
 
     # Inside.
+
+    def _any_device(self, peer: LocalPeer) -> bool:
+        return self._cuda is not None or peer.cuda is not None
 
     def _notify(self) -> None:
         os.eventfd_write(self._news, 1)

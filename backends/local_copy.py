@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,111 +41,131 @@ AWAIT_EVENT_S = 0.0002
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Ranges to copy in items of one length.
+class Ranges:
+    """Ranges to copy between two stretches of memory.
 
-    src, dst: int64 addresses of shape [ranges]. item_bytes: length of one item. items: how many consecutive items each
-    range has, the same for all.
+    src, dst: int64 addresses of shape [ranges]. length: int64 bytes of shape [ranges]. src_span, dst_span: lowest and
+    one past the highest address of the memory they lie in (a segment's, so that nothing else lies between them).
     """
 
     src: I64
     dst: I64
-    item_bytes: int
-    items: int
+    length: I64
+    src_span: tuple[int, int]
+    dst_span: tuple[int, int]
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Slices of the ranges, each of about `CHUNK_BYTES`."""
-        step = max(1, CHUNK_BYTES // (self.item_bytes * self.items))
-        total = self.src.shape[0]
-        return ((start, min(start + step, total)) for start in range(0, total, step))
+    def chosen(self, rows: NDArray[np.bool_]) -> Ranges:
+        """Some of the ranges."""
+        return Ranges(self.src[rows], self.dst[rows], self.length[rows], self.src_span, self.dst_span)
 
-    def copy(self, start: int, stop: int) -> None:
-        """Copy ranges `start` to `stop`."""
-        src, dst = self.src[start:stop], self.dst[start:stop]
-        if self.items > 1:
-            steps = np.arange(0, self.items * self.item_bytes, self.item_bytes, dtype=np.int64)
-            src, dst = (src[:, None] + steps).ravel(), (dst[:, None] + steps).ravel()
-        from_view, from_index = _view(src, self.item_bytes)
-        to_view, to_index = _view(dst, self.item_bytes)
-        to_view[to_index] = from_view[from_index]
+
+class Lane:
+    """Ranges of `items` consecutive items of `item_bytes` each; `src` and `dst` are offsets from the spans' starts.
+
+    numpy copies its intermediate buffer once more wherever a view might overlap it, hence views of spans, not of all
+    memory.
+    """
+
+    def __init__(self, ranges: Ranges, src: I64, dst: I64, item_bytes: int, items: int = 1) -> None:
+        self._from = np.asarray(_Window(ranges.src_span, item_bytes))
+        self._to = np.asarray(_Window(ranges.dst_span, item_bytes))
+        self._src = src - ranges.src_span[0]
+        self._dst = dst - ranges.dst_span[0]
+        self._steps = np.arange(0, items * item_bytes, item_bytes, dtype=np.int64) if items > 1 else None
+        self._chunk = max(1, CHUNK_BYTES // (item_bytes * items))
+
+    def chunks(self) -> Iterator[Piece]:
+        """Copies of slices of the ranges, each of about `CHUNK_BYTES`."""
+        for start in range(0, self._src.shape[0], self._chunk):
+            yield partial(self._copy, slice(start, start + self._chunk))
+
+    def _copy(self, rows: slice) -> None:
+        src, dst = self._src[rows], self._dst[rows]
+        if self._steps is not None:
+            src, dst = (src[:, None] + self._steps).ravel(), (dst[:, None] + self._steps).ravel()
+        self._to[dst] = self._from[src]
 
 
 class _Window:
     """Memory as numpy's array interface describes it: items of one length, one starting at every byte."""
 
-    def __init__(self, address: int, items: int, item_bytes: int) -> None:
+    def __init__(self, span: tuple[int, int], item_bytes: int) -> None:
         self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (items,),
+            "data": (span[0], False),
+            "shape": (span[1] - span[0] - item_bytes + 1,),
             "strides": (1,),
             "typestr": f"|V{item_bytes}",
             "version": 3,
         }
 
 
-def _view(addresses: I64, item_bytes: int) -> tuple[NDArray[np.void], I64]:
-    """An array over the span of the addresses, and the index in it of each.
-
-    The span is kept as small as the chunk's own addresses: numpy makes a safety copy wherever a view's span covers its
-    intermediate buffer.
-    """
-    low = int(addresses.min())
-    return np.asarray(_Window(low, int(addresses.max()) - low + 1, item_bytes)), addresses - low
-
-
-def plan_lanes(src: I64, dst: I64, length: I64) -> list[Lane]:
-    """Cut ranges of at most `DIRECT_BYTES` bytes into lanes. All arrays have shape [ranges]; addresses are int64."""
-    whole, tail = np.divmod(length, ITEM_BYTES)
-    counts = np.unique(whole)
-    counts = counts[counts > 0]
-    if counts.shape[0] <= LANES_BY_LENGTH:
-        lanes = [Lane(src[whole == n], dst[whole == n], ITEM_BYTES, int(n)) for n in counts]
+def plan_lanes(ranges: Ranges) -> list[Lane]:
+    """Cut ranges into lanes."""
+    src, dst = ranges.src, ranges.dst
+    whole, tail = np.divmod(ranges.length, ITEM_BYTES)
+    counts = _different(whole)
+    if len(counts) <= LANES_BY_LENGTH:
+        lanes = [Lane(ranges, src[whole == n], dst[whole == n], ITEM_BYTES, n) for n in counts]
     else:
-        lanes = [_single_items(src, dst, whole)]
-    done = length - tail
-    return lanes + _tails(src + done, dst + done, tail)
+        first = np.cumsum(whole) - whole
+        step = (np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(first, whole)) * ITEM_BYTES
+        lanes = [Lane(ranges, np.repeat(src, whole) + step, np.repeat(dst, whole) + step, ITEM_BYTES)]
+    done = ranges.length - tail
+    return lanes + _tails(ranges, src + done, dst + done, tail)
 
 
-def _single_items(src: I64, dst: I64, whole: I64) -> Lane:
-    first = np.cumsum(whole) - whole
-    step = (np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(first, whole)) * ITEM_BYTES
-    return Lane(np.repeat(src, whole) + step, np.repeat(dst, whole) + step, ITEM_BYTES, 1)
-
-
-def _tails(src: I64, dst: I64, tail: I64) -> list[Lane]:
-    lengths = np.unique(tail)
-    lengths = lengths[lengths > 0]
-    if lengths.shape[0] <= LANES_BY_LENGTH:
-        return [Lane(src[tail == n], dst[tail == n], int(n), 1) for n in lengths]
+def _tails(ranges: Ranges, src: I64, dst: I64, tail: I64) -> list[Lane]:
+    lengths = _different(tail)
+    if len(lengths) <= LANES_BY_LENGTH:
+        return [Lane(ranges, src[tail == n], dst[tail == n], n) for n in lengths]
     lanes = []
     for bit in range(ITEM_BYTES.bit_length() - 2, -1, -1):
         has = (tail >> bit) & 1 == 1
         if has.any():
-            # Higher bits were copied before: skip them.
+            # The higher bits' bytes are in other lanes: skip them.
             skip = tail[has] >> (bit + 1) << (bit + 1)
-            lanes.append(Lane(src[has] + skip, dst[has] + skip, 1 << bit, 1))
+            lanes.append(Lane(ranges, src[has] + skip, dst[has] + skip, 1 << bit))
     return lanes
 
 
-def copy_now(src: I64, dst: I64, length: I64) -> None:
-    """Copy ranges in the calling thread; for batches of few bytes."""
-    if length.shape[0] == 1:
-        ctypes.memmove(int(dst[0]), int(src[0]), int(length[0]))
-        return
-    for lane in plan_lanes(src, dst, length):
-        for start, stop in lane.chunks():
-            lane.copy(start, stop)
+def _different(values: I64) -> list[int]:
+    """The positive values that occur, each once."""
+    if values.shape[0] and int(values.min()) == int(values.max()):
+        return [int(values[0])] if values[0] > 0 else []
+    found: list[int] = np.unique(values[values > 0]).tolist()
+    return found
+
+
+def plan_pieces(ranges: Ranges) -> Iterator[Piece]:
+    """All that must be called, in any order and on any thread, to copy the ranges."""
+    large = ranges.length >= DIRECT_BYTES
+    if large.any():
+        for at in np.flatnonzero(large).tolist():
+            src, dst, length = int(ranges.src[at]), int(ranges.dst[at]), int(ranges.length[at])
+            for start in range(0, length, CHUNK_BYTES):
+                yield partial(ctypes.memmove, dst + start, src + start, min(CHUNK_BYTES, length - start))
+        ranges = ranges.chosen(~large)
+    for lane in plan_lanes(ranges):
+        yield from lane.chunks()
+
+
+def copy_now(groups: Sequence[Ranges]) -> None:
+    """Copy in the calling thread; for batches of few bytes."""
+    for ranges in groups:
+        for piece in plan_pieces(ranges):
+            piece()
 
 
 class CopyJob:
     """Ranges on their way. `settled` turns True when nothing more of it will be copied; then `error` is final."""
 
-    def __init__(self, src: I64, dst: I64, length: I64, after: Any = None) -> None:
+    def __init__(self, grouped: Callable[[], Sequence[Ranges]], after: Any = None) -> None:
+        """`grouped` is called by a copier thread."""
         self.settled = False
         self.error: PdError | None = None
         self.after = after
         self._cancelled: PdError | None = None
-        self._ranges = (src, dst, length)
+        self._grouped: Callable[[], Sequence[Ranges]] | None = grouped
         self._planned = False
         self._pieces: deque[Piece] = deque()
         self._running = 0
@@ -155,16 +175,10 @@ class CopyJob:
         self._cancelled = self._cancelled or cause
 
     def _plan(self) -> None:
-        src, dst, length = self._ranges
-        large = length >= DIRECT_BYTES
-        if large.any():
-            for at in np.flatnonzero(large).tolist():
-                for start in range(0, int(length[at]), CHUNK_BYTES):
-                    count = min(CHUNK_BYTES, int(length[at]) - start)
-                    self._pieces.append(partial(ctypes.memmove, int(dst[at]) + start, int(src[at]) + start, count))
-            src, dst, length = src[~large], dst[~large], length[~large]
-        for lane in plan_lanes(src, dst, length):
-            self._pieces.extend(partial(lane.copy, start, stop) for start, stop in lane.chunks())
+        if self._grouped is not None:
+            for ranges in self._grouped():
+                self._pieces.extend(plan_pieces(ranges))
+            self._grouped = None
 
     # The copier calls what follows with its lock held; the pieces themselves, the plan first of all, run outside it.
 

@@ -1,0 +1,61 @@
+"""From a batch to address ranges, one group for each pair of segments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.backends.local_copy import Ranges
+from sglang_pd.protocol.batch import U64, WriteBatch
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """A checked batch between host segments.
+
+    addresses: source and destination, uint64 of shape [descriptors]. own, peer: base address and length of each
+    segment, uint64 of shape [segments].
+    """
+
+    batch: WriteBatch
+    addresses: tuple[U64, U64]
+    own: tuple[U64, U64]
+    peer: tuple[U64, U64]
+
+    def split(self) -> list[Ranges]:
+        """The ranges of each pair of segments."""
+        batch = self.batch
+        src, dst = (addresses.view(np.int64) for addresses in self.addresses)
+        length = batch.length.view(np.int64)
+        count = self.peer[0].shape[0]
+        pair = batch.src.segment[batch.src_region].astype(np.int64) * count + batch.dst.segment[batch.dst_region]
+        first = int(pair[0])
+        if bool((pair == first).all()):
+            return [Ranges(src, dst, length, *self._spans(first))]
+        groups = []
+        for number in np.unique(pair).tolist():
+            rows = pair == number
+            groups.append(Ranges(src[rows], dst[rows], length[rows], *self._spans(number)))
+        return groups
+
+    def _spans(self, pair: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        own, peer = divmod(pair, self.peer[0].shape[0])
+        src, dst = int(self.own[0][own]), int(self.peer[0][peer])
+        return (src, src + int(self.own[1][own])), (dst, dst + int(self.peer[1][peer]))
+
+
+def batch_rows(batch: WriteBatch, rows: NDArray[np.bool_]) -> WriteBatch:
+    """Some descriptors of a batch."""
+    columns = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
+    return WriteBatch(batch.src, batch.dst, *(column[rows] for column in columns))
+
+
+def copy_one(batch: WriteBatch, own_base: U64, peer_base: U64) -> None:
+    """Copy the only descriptor of a checked batch, in the calling thread."""
+    row, to = int(batch.src_region[0]), int(batch.dst_region[0])
+    src = int(own_base[batch.src.segment[row]]) + int(batch.src.base[row]) + int(batch.src_offset[0])
+    dst = int(peer_base[batch.dst.segment[to]]) + int(batch.dst.base[to]) + int(batch.dst_offset[0])
+    ctypes.memmove(dst, src, int(batch.length[0]))
