@@ -127,6 +127,10 @@ class RoomTable(Generic[R]):
 
     # --- rooms -------------------------------------------------------------------------------------------------------
 
+    def rooms_with(self, epoch: int) -> int:
+        """How many rooms are shared with that incarnation."""
+        return len(self._by_peer.get(epoch, ()))
+
     def local(self, room: int, event: LocalEvent, now_s: float) -> list[Effect]:
         """An event of this side for one of its rooms. LocalProtocolError: no such room, or illegal there."""
         found = self.rooms.get(room)

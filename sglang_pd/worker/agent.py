@@ -7,7 +7,7 @@ thread. Calls cross by a bounded queue and a wake-up callable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ErrorInfo, ManifestError, PdError, RoomError
 from sglang_pd.protocol.idx import Idx
 from sglang_pd.protocol.indices import IndexList
-from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.kinds import Prompt, list_count
 from sglang_pd.protocol.manifest import (
     Component,
     InstanceManifest,
@@ -132,7 +132,7 @@ class RankAgent:
         self._call(lambda: self.source.chunk(room, Chunk(start, stop, last), after))
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
-        """Hand over the record that travels with the state; the last PP stage's TP rank 0 does, after the last chunk."""
+        """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0."""
         self._call(lambda: self.source.handoff(room, covered_tokens, record))
 
     def _call(self, call: Callable[[], None]) -> None:
@@ -193,13 +193,12 @@ class RankAgent:
         if pairing is None:
             raise RoomError("this rank knows no such peer", code="peer_unknown", where=f"room {order.room}")
         prompt = Prompt(order.prompt_tokens, order.prefix_tokens)
-        needed = pairing.needed
-        indices = pairing.room(prompt, unpack(needed.src, order.src_lists), unpack(needed.dst, order.dst_lists))
-        own = self.facts.rank
-        if own in {r.rank for r in pairing.prefill.ranks} and pairing.prefill.rank(own).epoch == self.facts.epoch:
-            self.source.begin(order, indices)
+        needed, own = pairing.needed, self.facts.rank
+        dst = unpack(needed.dst, order.dst_lists)
+        if any((r.rank, r.epoch) == (own, self.facts.epoch) for r in pairing.prefill.ranks):
+            self.source.begin(order, pairing.room(prompt, unpack(needed.src, order.src_lists), dst))
         else:
-            self.destination.begin(order, indices)
+            self.destination.begin(order, pairing.room(prompt, placeholder_lists(needed.src, prompt), dst))
 
     def step(self) -> bool:
         """One turn: engine calls, transfers, fences. True while something is in flight."""
@@ -210,7 +209,20 @@ class RankAgent:
         return self.destination.step() or flying
 
 
-def unpack(needed: Any, lists: tuple[IndexList, ...]) -> IndexLists:
+def placeholder_lists(needed: Mapping[AnySpace, str], prompt: Prompt) -> IndexLists:
+    """Valid lists for the side whose own are not known here.
+
+    Which rows a context-sharded source rank holds depends on token positions alone, since pages are aligned to the
+    owner rule; so any lists serve to verify what arrived.
+    """
+    whole = Prompt(prompt.tokens)
+    return {
+        space: space.ingest(np.arange(list_count(space, whole)) + space.reserve, consumer="placeholder")
+        for space in needed
+    }
+
+
+def unpack(needed: Mapping[AnySpace, str], lists: tuple[IndexList, ...]) -> IndexLists:
     """Packed lists -> typed ones, matched by space digest. Raises `PlanError` and `IndexOutOfSpace` with the space."""
     by_digest: dict[int, AnySpace] = {space.digest: space for space in needed}
     result: dict[AnySpace, Idx[Any]] = {}

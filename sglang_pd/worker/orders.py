@@ -86,11 +86,15 @@ class Check(Order, frozen=True, kw_only=True):
     record: Wrote
 
 
+class Rejoin(Order, frozen=True, kw_only=True):
+    """This control does not know the rank: it must send `Joined` again."""
+
+
 class Stop(Order, frozen=True, kw_only=True):
     """The instance ends: close the backend and end the process or thread."""
 
 
-AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Stop
+AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Rejoin | Stop
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,389 @@
+"""The control of an instance: knows rooms, peers and indices; holds no tensor, imports no torch.
+
+One thread owns it. Frames, rank reports, engine calls and time come in; frames, orders and events go out. Each part has
+one job: `peering` who talks to whom, `ranks` who belongs to this instance, `desk` what happens to rooms.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology
+from sglang_pd.protocol.messages import Draining, Message
+from sglang_pd.protocol.pairing import Pairing
+from sglang_pd.protocol.room import Limits
+from sglang_pd.worker.agent import RankAgent
+from sglang_pd.worker.conversation import Conversation, Self, Stage
+from sglang_pd.worker.desk import RoomDesk, RoomFacts
+from sglang_pd.worker.events import EventKind, RoomEvent
+from sglang_pd.worker.link import Caller, Link, Party
+from sglang_pd.worker.orders import (
+    Alive,
+    AnyOrder,
+    AnyReport,
+    Joined,
+    Pair,
+    Paired,
+    PeerFault,
+    Rejoin,
+    Unpair,
+    decode_report,
+    encode,
+)
+from sglang_pd.worker.peering import Peering
+from sglang_pd.worker.ranks import Ranks
+from sglang_pd.worker.verification import VerifyMode
+
+PEERS: Final = "peers"
+RANKS: Final = "ranks"
+MAX_PENDING: Final = 16_384
+"""Opens that wait for their peer's handshake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """What an instance is and how patient it is. Durations in seconds.
+
+    peer_wait_s: how long an open waits for the handshake with its peer.
+    """
+
+    instance_id: str
+    model: str
+    topology: Topology = field(default_factory=Topology)
+    revision: str = ""
+    max_tokens: int = 2**31 - 1
+    heartbeat_s: float = 0.5
+    liveness_s: float = 3.0
+    rank_liveness_s: float = 5.0
+    peer_wait_s: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+    verify: VerifyMode = "sampled"
+
+
+@dataclass(slots=True)
+class _Pending:
+    facts: RoomFacts
+    address: str
+    deadline_s: float
+
+
+class InstanceControl:
+    """One incarnation of an instance's control."""
+
+    def __init__(
+        self,
+        config: ControlConfig,
+        link: Link,
+        emit: Callable[[RoomEvent], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        epoch: int | None = None,
+    ) -> None:
+        self.config = config
+        self.epoch = epoch or secrets.randbits(64) or 1
+        self.link = link
+        self._emit = emit
+        self._clock = clock
+        self.ranks = Ranks(config.topology, config.rank_liveness_s)
+        self._by_party: dict[Party, RankId] = {}
+        self._reports: list[tuple[RankId, AnyReport]] = []
+        self.peering: Peering | None = None
+        self.desk: RoomDesk | None = None
+        self._pending: list[_Pending] = []
+        self._calls_before_ready: list[tuple[str, bytes | None]] = []
+        self.failed: ErrorInfo | None = None
+        self.draining_until_s: float | None = None
+
+    # --- ranks -------------------------------------------------------------------------------------------------------
+
+    def attach(self, agent: RankAgent) -> None:
+        """A rank in this process; its reports come through `report_of`."""
+        joined = Joined(
+            rank=agent.facts.rank, epoch=agent.facts.epoch, manifest=msgspec.msgpack.encode(agent.manifest())
+        )
+        self._join(joined, agent.order, remote=False)
+
+    def report_of(self, rank: RankId) -> Callable[[AnyReport], None]:
+        """What an agent in this process calls to report. Reports are queued: an agent is never re-entered."""
+        return lambda report: self._reports.append((rank, report))
+
+    def _join(self, joined: Joined, reach: Callable[[AnyOrder], None], *, remote: bool) -> None:
+        changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
+        if self.desk is not None and changed:
+            self._fail(f"rank {joined.rank} was restarted; its instance starts anew")
+        elif self.desk is None and not self.ranks.missing:
+            self._all_joined()
+
+    def _all_joined(self) -> None:
+        config = self.config
+        manifest = InstanceManifest(
+            instance_id=config.instance_id,
+            topology=config.topology,
+            model=config.model,
+            revision=config.revision,
+            max_tokens=config.max_tokens,
+            ranks=self.ranks.manifests,
+        )
+        own = Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
+        self.peering = Peering(own, self.link, self)
+        self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=config.limits, verify=config.verify)
+        for address, key in self._calls_before_ready:
+            self.peering.call(address, key, self._clock())
+        self._calls_before_ready.clear()
+
+    def _fail(self, message: str, rank: RankId | None = None) -> None:
+        """The instance cannot go on: every room fails with this cause."""
+        self.failed = ErrorInfo(code="peer_lost", message=message, where=self.config.instance_id)
+        if self.desk is not None and rank is not None:
+            self.desk.rank_gone(rank, self.failed, self._clock())
+        elif self.desk is not None:
+            self.desk.fail_all(self.failed, self._clock())
+
+    # --- asked by the engine -----------------------------------------------------------------------------------------
+
+    def call(self, address: str, server_key: bytes | None = None) -> None:
+        """Shake hands with the prefill instance at `address`, now and whenever it comes back."""
+        if self.peering is None:
+            self._calls_before_ready.append((address, server_key))
+        else:
+            self.peering.call(address, server_key, self._clock())
+
+    def request(self, facts: RoomFacts) -> None:
+        """Prefill: a request arrived."""
+        if self.desk is None or self._stopped():
+            self._refuse(facts, self._why_stopped())
+        else:
+            self.desk.request(facts, self._clock())
+
+    def computed(self, room: int) -> None:
+        """Prefill: a room's prompt is computed."""
+        if self.desk is not None:
+            self.desk.computed(room, self._clock())
+
+    def open(self, facts: RoomFacts, address: str) -> None:
+        """Decode: open a room at the instance behind `address`; waits for the handshake."""
+        if self._stopped() or len(self._pending) >= MAX_PENDING:
+            self._refuse(facts, self._why_stopped())
+            return
+        self.call(address)
+        self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s))
+        self._try_pending()
+
+    def abort(self, room: int, error: ErrorInfo) -> None:
+        """Give a room up."""
+        for pending in [p for p in self._pending if p.facts.room == room]:
+            self._pending.remove(pending)
+            self._refuse(pending.facts, RoomError(error.message, code=error.code), EventKind.ABORTED)
+        if self.desk is not None:
+            self.desk.abort(room, error, self._clock())
+
+    def drain(self, deadline_s: float) -> None:
+        """Take no new rooms; give open ones `deadline_s` seconds, then fail them. The process waits for fences."""
+        if self.draining_until_s is not None:
+            return
+        self.draining_until_s = self._clock() + deadline_s
+        if self.peering is not None and self.desk is not None:
+            self.peering.draining = True
+            self.desk.prefill.draining = self.desk.decode.draining = True
+            self.peering.broadcast(Draining(deadline_ms=max(1, int(deadline_s * 1000)), reason="stopping"))
+
+    @property
+    def drained(self) -> bool:
+        """True when draining and no room is left, fences included."""
+        return self.draining_until_s is not None and (self.desk is None or not self.desk.open_rooms)
+
+    def _stopped(self) -> bool:
+        return self.failed is not None or self.draining_until_s is not None
+
+    def _why_stopped(self) -> PdError:
+        if self.failed is not None:
+            return RoomError(self.failed.message, code="peer_lost", where=self.failed.where)
+        if self.draining_until_s is not None:
+            return RoomError("the worker is stopping", code="draining")
+        if self.desk is None:
+            missing = [str(rank) for rank in self.ranks.missing]
+            return RoomError("not all ranks have joined yet", code="peer_unknown", actual=f"missing {missing}")
+        return RoomError("too many rooms wait for their peers", code="queue_full")
+
+    def _refuse(self, facts: RoomFacts, error: PdError, kind: EventKind = EventKind.FAILED) -> None:
+        self._emit(RoomEvent(kind, facts.room, 0, handle=facts.handle, error=error.info()))
+        self._emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
+
+    def _try_pending(self) -> None:
+        """Open what waited for a handshake that is through; refuse what waited for one that failed, or too long."""
+        if self.peering is None or self.desk is None:
+            return
+        now_s, waiting = self._clock(), []
+        for pending in self._pending:
+            talk = self.peering.call(pending.address, None, now_s)
+            if talk.stage is Stage.AGREED:
+                self.desk.open(pending.facts, talk.epoch, now_s)
+            elif talk.stage is Stage.REFUSED and talk.error is not None:
+                self._refuse(pending.facts, RoomError(talk.error.message, code=talk.error.code, where=talk.instance))
+            elif now_s >= pending.deadline_s:
+                error = RoomError("no handshake with the peer in time", code="peer_unknown", where=pending.address)
+                self._refuse(pending.facts, error)
+            else:
+                waiting.append(pending)
+        self._pending = waiting
+
+    # --- Outside, for the desk ---------------------------------------------------------------------------------------
+
+    def send(self, peer_epoch: int, message: Message) -> None:
+        """See `desk.Outside`."""
+        if self.peering is not None:
+            self.peering.send(peer_epoch, message)
+
+    def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
+        """See `desk.Outside`."""
+        self.ranks.order(order, rank)
+
+    def emit(self, event: RoomEvent) -> None:
+        """See `desk.Outside`."""
+        self._emit(event)
+
+    def pairing(self, peer_epoch: int) -> Pairing | None:
+        """See `desk.Outside`."""
+        talk = self.peering.talk_with(peer_epoch) if self.peering else None
+        return talk.pairing if talk else None
+
+    # --- Heard, for the peering --------------------------------------------------------------------------------------
+
+    def agreed(self, talk: Conversation) -> None:
+        """See `peering.Heard`."""
+        if self.desk is None or self.peering is None or talk.manifest is None:
+            return
+        table = self.desk.prefill if talk.source else self.desk.decode
+        table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock())
+        own, peer = self.peering.own.encoded, msgspec.msgpack.encode(talk.manifest)
+        prefill, decode = (own, peer) if talk.source else (peer, own)
+        self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode))
+
+    def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
+        """See `peering.Heard`."""
+        if self.desk is not None:
+            self.desk.lose_peer(epoch, error, self._clock())
+        self.ranks.order(Unpair(peer_epoch=epoch))
+
+    def refused(self, talk: Conversation) -> None:
+        """See `peering.Heard`."""
+        self._try_pending()
+
+    def room_message(self, talk: Conversation, message: Message) -> None:
+        """See `peering.Heard`."""
+        if self.desk is not None:
+            self.desk.receive(talk.epoch, message, source=talk.source, now_s=self._clock())
+
+    # --- driven by the loop ------------------------------------------------------------------------------------------
+
+    def on_frame(self, party: Party, frame: bytes) -> None:
+        """One frame from a socket."""
+        if isinstance(party, Caller) and party.socket == RANKS:
+            self._on_rank_frame(party, frame)
+        elif self.peering is not None:
+            self.peering.receive(party, frame, self._clock())
+
+    def _on_rank_frame(self, party: Party, frame: bytes) -> None:
+        try:
+            report = decode_report(frame)
+            if isinstance(report, Joined):
+                self._by_party[party] = report.rank
+                self._join(report, lambda order: self._reach(party, order), remote=True)
+                return
+        except (msgspec.MsgspecError, PdError):
+            self.link.counts["malformed_reports"] += 1
+            return
+        rank = self._by_party.get(party)
+        if rank is None or not self.ranks.heard(rank, self._clock()):
+            self._reach(party, Rejoin())  # this control is new, or gave the rank up: it must introduce itself
+        else:
+            self._on_report(rank, report)
+
+    def _reach(self, party: Party, order: AnyOrder) -> None:
+        self.link.send(party, encode(order))
+
+    def _on_report(self, rank: RankId, report: AnyReport) -> None:
+        if isinstance(report, Paired):
+            self._on_paired(rank, report)
+        elif isinstance(report, PeerFault) and self.peering is not None:
+            self.peering.give_up(report.peer_epoch, report.error)
+        elif self.desk is not None and not isinstance(report, Alive | Joined):
+            self.desk.report(rank, report, self._clock())
+
+    def _on_paired(self, rank: RankId, report: Paired) -> None:
+        talk = self.peering.talk_with(report.peer_epoch) if self.peering else None
+        if talk is None or self.peering is None:
+            return
+        talk.paired[rank] = report.error
+        if report.transport:
+            talk.transports.add(report.transport)
+        if report.error is not None:
+            talk.error = report.error
+            self.peering.give_up(report.peer_epoch, report.error)
+
+    def turn(self) -> None:
+        """Everything that is due: queued reports, timers, handshakes, silent ranks."""
+        while self._reports:
+            reports, self._reports = self._reports, []
+            for rank, report in reports:
+                self._on_report(rank, report)
+        now_s = self._clock()
+        if self.peering is None or self.desk is None:
+            return
+        for rank in self.ranks.lost(now_s):
+            self._fail(f"rank {rank} of this instance is gone", rank)
+        self.desk.tick(now_s)
+        for table in (self.desk.prefill, self.desk.decode):
+            for talk in self.peering.all():
+                peer = table.peers.get(talk.epoch)
+                own_table = talk.source == (table is self.desk.prefill)
+                if talk.stage is Stage.AGREED and own_table and (peer is None or peer.lost is not None):
+                    cause = peer.lost if peer and peer.lost else ErrorInfo(code="peer_lost", message="gone")
+                    self.peering.give_up(talk.epoch, cause)
+        if self.draining_until_s is not None and now_s >= self.draining_until_s:
+            self.desk.fail_all(ErrorInfo(code="draining", message="the drain deadline passed"), now_s)
+        self.peering.tick(now_s, self._rooms_with)
+        self._try_pending()
+
+    def _rooms_with(self, epoch: int) -> int:
+        if self.desk is None:
+            return 0
+        return self.desk.prefill.rooms_with(epoch) + self.desk.decode.rooms_with(epoch)
+
+    def next_timer_s(self) -> float | None:
+        """When `turn` is due next, by this control's clock; None: nothing waits."""
+        times: list[float | None] = [pending.deadline_s for pending in self._pending]
+        if self.peering is not None and self.desk is not None:
+            times += [self.peering.next_timer_s(), self.desk.next_timer_s()]
+        if self.draining_until_s is not None:
+            times.append(self.draining_until_s)
+        return min((t for t in times if t is not None), default=None)
+
+    def peers(self) -> list[dict[str, Any]]:
+        """State of every conversation, for `/peers` and dumps."""
+        talks = self.peering.all() if self.peering else []
+        return [
+            {
+                "instance": talk.instance,
+                "address": talk.address,
+                "role": _peer_role(talk),
+                "stage": talk.stage.value,
+                "epoch": f"{talk.epoch:016x}",
+                "transports": sorted(talk.transports),
+                "ranks_paired": sum(error is None for error in talk.paired.values()),
+                "error": msgspec.to_builtins(talk.error) if talk.error else None,
+                "mismatches": msgspec.to_builtins(talk.verdict.mismatches) if talk.verdict else [],
+            }
+            for talk in talks
+        ]
+
+
+def _peer_role(talk: Conversation) -> Literal["prefill", "decode"]:
+    return "decode" if talk.source else "prefill"

@@ -1,0 +1,205 @@
+"""The handshake between two controls: manifests, a verdict on each side, equal plan digests; then rooms may open.
+
+Decode calls and says Hello; prefill answers with its manifest and verdict; decode confirms. Any message may be lost,
+and is repeated by the caller; any may come twice. Who is whom is decided by epochs, never by addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import xxhash
+
+from sglang_pd.protocol.errors import ErrorInfo, IncompatiblePeer, PdError, RemoteProtocolError
+from sglang_pd.protocol.handshake import compare
+from sglang_pd.protocol.manifest import InstanceManifest, RankId
+from sglang_pd.protocol.messages import Hello, HelloConfirm, HelloReply, Message, Verdict
+from sglang_pd.protocol.pairing import Pairing, pairing_of, refused
+from sglang_pd.protocol.plan import PACKING_ORDER
+from sglang_pd.worker.link import Party
+
+MAX_CALLERS: Final = 1_024
+"""Conversations that others started, agreed or not; the oldest that never agreed goes first."""
+
+
+@dataclass(frozen=True)
+class Self:
+    """What an instance says of itself in every handshake. heartbeat and liveness in milliseconds."""
+
+    manifest: InstanceManifest
+    epoch: int
+    heartbeat_ms: int = 500
+    liveness_ms: int = 3_000
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The manifest as it travels."""
+        return msgspec.msgpack.encode(self.manifest)
+
+    @cached_property
+    def digest(self) -> int:
+        """xxh3-64 of `encoded`."""
+        return xxhash.xxh3_64_intdigest(self.encoded)
+
+
+class Stage(Enum):
+    """How far a conversation is."""
+
+    CALLING = "calling"
+    GREETED = "greeted"
+    AGREED = "agreed"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """One peer instance as this side knows it. source: this side is prefill in the pair.
+
+    address: where this side calls, empty for callers. paired: what own ranks said of their connections.
+    """
+
+    party: Party
+    source: bool
+    address: str = ""
+    stage: Stage = Stage.CALLING
+    epoch: int = 0
+    instance: str = ""
+    manifest: InstanceManifest | None = None
+    manifest_digest: int = 0
+    pairing: Pairing | None = None
+    verdict: Verdict | None = None
+    liveness_s: float = 0.0
+    error: ErrorInfo | None = None
+    next_send_s: float = 0.0
+    started_s: float = 0.0
+    paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
+    transports: set[str] = field(default_factory=set)
+
+    def restart(self) -> None:
+        """Forget an incarnation and call again."""
+        self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
+        self.paired, self.next_send_s = {}, 0.0
+
+
+def hello(own: Self) -> Hello:
+    """Decode's introduction."""
+    return Hello(
+        instance=own.manifest.instance_id,
+        manifest=own.encoded,
+        manifest_digest=own.digest,
+        packing_rules=(PACKING_ORDER,),
+        heartbeat_ms=own.heartbeat_ms,
+        liveness_ms=own.liveness_ms,
+    )
+
+
+def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloReply:
+    """Prefill's side of a Hello: judge the pair, remember what follows, and say so.
+
+    Raises `RemoteProtocolError` for a manifest that does not decode or contradicts itself.
+    """
+    decode = _read(message.manifest, message.manifest_digest)
+    talk.epoch, talk.instance, talk.manifest = epoch, message.instance, decode
+    talk.manifest_digest = message.manifest_digest
+    talk.liveness_s = message.liveness_ms / 1000
+    if PACKING_ORDER not in message.packing_rules:
+        raise RemoteProtocolError(
+            "no common packing rule", code="feature_unsupported", expected=PACKING_ORDER, actual=message.packing_rules
+        )
+    _judge(talk, own.manifest, decode)
+    talk.stage = Stage.GREETED if talk.pairing else Stage.REFUSED
+    return HelloReply(
+        instance=own.manifest.instance_id,
+        manifest=own.encoded,
+        manifest_digest=own.digest,
+        peer_manifest_digest=message.manifest_digest,
+        verdict=_verdict(talk),
+        plan_digest=talk.pairing.digest if talk.pairing else 0,
+        packing_rule=PACKING_ORDER,
+        heartbeat_ms=own.heartbeat_ms,
+        liveness_ms=own.liveness_ms,
+    )
+
+
+def confirm(own: Self, talk: Conversation, epoch: int, message: HelloReply) -> HelloConfirm:
+    """Decode's side of the answer: judge the same pair, compare verdicts and digests."""
+    prefill = _read(message.manifest, message.manifest_digest)
+    talk.epoch, talk.instance, talk.manifest = epoch, message.instance, prefill
+    talk.manifest_digest = message.manifest_digest
+    talk.liveness_s = message.liveness_ms / 1000
+    _judge(talk, prefill, own.manifest)
+    digest = talk.pairing.digest if talk.pairing else 0
+    own_verdict = _verdict(talk)
+    settle(talk, own_verdict == message.verdict and digest == message.plan_digest)
+    return HelloConfirm(
+        manifest_digest=own.digest,
+        peer_manifest_digest=message.manifest_digest,
+        verdict=own_verdict,
+        plan_digest=digest,
+    )
+
+
+def confirmed(own: Self, talk: Conversation, message: HelloConfirm) -> None:
+    """Prefill takes decode's confirmation: agreed, or refused."""
+    if talk.manifest is None or (message.peer_manifest_digest, message.manifest_digest) != (
+        own.digest,
+        talk.manifest_digest,
+    ):
+        raise RemoteProtocolError("the confirmation is of other manifests", code="epoch_stale", where="HelloConfirm")
+    digest = talk.pairing.digest if talk.pairing else 0
+    settle(talk, message.verdict == _verdict(talk) and message.plan_digest == digest)
+
+
+def settle(talk: Conversation, same: bool) -> None:
+    """Both verdicts are known. same: they, and the plan digests, are equal."""
+    if not same:
+        talk.pairing = None
+        talk.error = ErrorInfo(
+            code="peer_incompatible",
+            message="the two sides judge or plan differently; no byte can be proven",
+            hint="Run one release of sglang-pd on both sides.",
+        )
+    talk.stage = Stage.AGREED if talk.pairing else Stage.REFUSED
+
+
+def _read(encoded: bytes, digest: int) -> InstanceManifest:
+    try:
+        manifest = msgspec.msgpack.decode(encoded, type=InstanceManifest)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"the manifest does not decode: {error}", code="message_malformed") from error
+    except PdError as error:
+        raise RemoteProtocolError(
+            error.message, code=error.code, where=error.where, expected=error.expected, actual=error.actual
+        ) from error
+    if xxhash.xxh3_64_intdigest(encoded) != digest:
+        raise RemoteProtocolError("the manifest is not the one its digest names", where="Hello")
+    return manifest
+
+
+def _judge(talk: Conversation, prefill: InstanceManifest, decode: InstanceManifest) -> None:
+    talk.verdict = compare(prefill, decode)
+    talk.pairing, talk.error = None, None
+    if not talk.verdict.accepted:
+        talk.error = refused(prefill, decode, talk.verdict).info()
+        return
+    try:
+        talk.pairing = pairing_of(prefill, decode)
+        _ = talk.pairing.digest  # compiles and proves every rank's plans, now rather than at the first room
+    except PdError as error:
+        talk.pairing, talk.error = None, error.info()
+
+
+def _verdict(talk: Conversation) -> Verdict:
+    if talk.verdict is None:
+        raise IncompatiblePeer("no verdict yet", where=talk.instance)
+    return talk.verdict
+
+
+def to_send(own: Self, talk: Conversation) -> Message | None:
+    """What a caller repeats while it is not answered."""
+    return hello(own) if talk.stage is Stage.CALLING and not talk.source else None

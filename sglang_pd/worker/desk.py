@@ -1,0 +1,363 @@
+"""The room desk: carries events into the room tables and their effects out to sockets, ranks and the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglang_pd.protocol.bind import check_lists, check_prefix
+from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RoomError
+from sglang_pd.protocol.indices import IndexList
+from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer
+from sglang_pd.protocol.pairing import Pairing
+from sglang_pd.protocol.room import Limits, Role
+from sglang_pd.protocol.room_events import (
+    Admit,
+    Alert,
+    Allocated,
+    Bound,
+    Cancel,
+    Computed,
+    Effect,
+    Ended,
+    Fail,
+    HandoffReady,
+    LocalEvent,
+    RankFenced,
+    RankWrote,
+    Releasable,
+    Request,
+    Revoke,
+    Send,
+    Start,
+    Stop,
+)
+from sglang_pd.protocol.room_events import Revoked as Proven
+from sglang_pd.protocol.rooms_decode import DecodeRooms
+from sglang_pd.protocol.rooms_prefill import PrefillRooms
+from sglang_pd.worker.agent import unpack
+from sglang_pd.worker.events import EventKind, RoomEvent
+from sglang_pd.worker.orders import (
+    AnyOrder,
+    AnyReport,
+    Begin,
+    Checked,
+    Fenced,
+    Forget,
+    Halt,
+    HandedOff,
+    Revoked,
+    RoomFault,
+    Seek,
+    WroteRange,
+)
+from sglang_pd.worker.verification import Verification, VerifyMode, chosen
+
+
+class Outside(Protocol):
+    """What the desk reaches: peers, own ranks, the engine."""
+
+    def send(self, peer_epoch: int, message: Message) -> None:
+        """A message to the peer of that epoch; may be lost."""
+
+    def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
+        """An order to one own rank, or to all."""
+
+    def emit(self, event: RoomEvent) -> None:
+        """An event for the engine."""
+
+    def pairing(self, peer_epoch: int) -> Pairing | None:
+        """The pairing agreed with that peer, or None when it is not (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFacts:
+    """What the engine said of a room. handle: the engine's call, for its events."""
+
+    handle: int
+    room: int
+    prompt_tokens: int
+    prompt_digest: int
+    lists: tuple[IndexList, ...]
+    prefix_tokens: int = 0
+    request_id: str = ""
+    traceparent: str = ""
+
+
+_TERMINAL = {"done": EventKind.DONE, "failed": EventKind.FAILED, "aborted": EventKind.ABORTED}
+
+
+class RoomDesk:
+    """Rooms of one incarnation, in both roles. Control thread only."""
+
+    def __init__(
+        self, epoch: int, outside: Outside, ranks: tuple[RankId, ...], *, limits: Limits, verify: VerifyMode
+    ) -> None:
+        self._outside = outside
+        self._ranks = ranks
+        self._verify_mode = verify
+        self.prefill = PrefillRooms(epoch, limits=limits)
+        self.decode = DecodeRooms(epoch, limits=limits)
+        self.counts: Counter[str] = Counter()
+        self._facts: dict[tuple[Role, int], RoomFacts] = {}
+        self._sought: dict[int, set[int]] = {}
+        self._proven: dict[int, set[str]] = {}
+        self._now_s = 0.0
+        self.verification = Verification(ranks, outside.order, self._believe, self._fail_decode)
+
+    # --- from the engine ---------------------------------------------------------------------------------------------
+
+    def request(self, facts: RoomFacts, now_s: float) -> None:
+        """Prefill: the request of a room is here, with its source lists. A refusal is an event for its handle."""
+        self._now_s = now_s
+        try:
+            event = Request(prompt_tokens=facts.prompt_tokens, prompt_digest=facts.prompt_digest)
+            effects = self.prefill.request(facts.room, event, now_s)
+        except PdError as error:
+            self._refuse(facts, error)
+            return
+        self._facts[Role.PREFILL, facts.room] = facts
+        self._carry(Role.PREFILL, effects)
+
+    def computed(self, room: int, now_s: float) -> None:
+        """Prefill: the whole prompt is computed."""
+        self._now_s = now_s
+        self._local(Role.PREFILL, room, Computed())
+
+    def open(self, facts: RoomFacts, peer_epoch: int, now_s: float) -> None:
+        """Decode: memory is held, open the room at that peer. A refusal is an event for its handle."""
+        self._now_s = now_s
+        pairing = self._outside.pairing(peer_epoch)
+        if pairing is None:
+            self._refuse(facts, RoomError("the peer is not agreed with", code="peer_unknown", actual=peer_epoch))
+            return
+        try:
+            prompt = Prompt(facts.prompt_tokens, facts.prefix_tokens)
+            check_prefix(pairing.needed.dst, prompt)
+            check_lists(pairing.needed.dst, unpack(pairing.needed.dst, facts.lists), prompt, "destination")
+            generation, effects = self.decode.begin(facts.room, peer_epoch, now_s)
+        except PdError as error:
+            self._refuse(facts, error)
+            return
+        self._facts[Role.DECODE, facts.room] = facts
+        self._carry(Role.DECODE, effects)
+        message = RoomOpen(
+            room=facts.room,
+            generation=generation,
+            to_epoch=peer_epoch,
+            request_id=facts.request_id,
+            traceparent=facts.traceparent,
+            prompt_tokens=facts.prompt_tokens,
+            prompt_digest=facts.prompt_digest,
+            prefix_tokens=facts.prefix_tokens,
+            index_lists=facts.lists,
+        )
+        verify = chosen(facts.room, self._verify_mode)
+        if verify:
+            self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
+        names = frozenset(str(rank) for rank in self._ranks)
+        self._local(Role.DECODE, facts.room, Allocated(open=message, expected=pairing.expected(prompt), ranks=names))
+
+    def abort(self, room: int, error: ErrorInfo, now_s: float) -> None:
+        """Somebody of this side wants the room no more, in whichever role it is here."""
+        self._now_s = now_s
+        for role in (Role.PREFILL, Role.DECODE):
+            self._local(role, room, Cancel(error))
+
+    def _refuse(self, facts: RoomFacts, error: PdError) -> None:
+        self._outside.emit(RoomEvent(EventKind.FAILED, facts.room, 0, handle=facts.handle, error=error.info()))
+        self._outside.emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
+        # A refused prefill leg may have chunks waiting at the ranks, unless the room lives on under its first handle.
+        if (Role.PREFILL, facts.room) not in self._facts and (Role.DECODE, facts.room) not in self._facts:
+            self._outside.order(Forget(room=facts.room, generation=0))
+
+    # --- from peers --------------------------------------------------------------------------------------------------
+
+    def receive(self, peer_epoch: int, message: Message, *, source: bool, now_s: float) -> None:
+        """A message of an agreed peer. source: this side is prefill in the pair. Raises `RemoteProtocolError`."""
+        self._now_s = now_s
+        if source:
+            self._carry(Role.PREFILL, self.prefill.receive(peer_epoch, message, now_s))
+        elif isinstance(message, RoomMessage) and chosen(message.room, self._verify_mode):
+            self.verification.take(peer_epoch, message)
+        else:
+            self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, now_s))
+
+    def _believe(self, peer_epoch: int, message: RoomMessage) -> None:
+        try:
+            self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, self._now_s))
+        except PdError as error:
+            self.counts[f"refused_{error.code}"] += 1
+
+    def _fail_decode(self, room: int, error: ErrorInfo) -> None:
+        self._local(Role.DECODE, room, Fail(error))
+
+    # --- from own ranks ----------------------------------------------------------------------------------------------
+
+    def report(self, rank: RankId, report: AnyReport, now_s: float) -> None:
+        """What a rank says of a room. What comes too late for its room is counted and dropped."""
+        self._now_s = now_s
+        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        if isinstance(report, WroteRange):
+            self._local(Role.PREFILL, report.record.room, RankWrote(report.record), report.record.generation)
+        elif isinstance(report, HandedOff):
+            event = HandoffReady(writer=writer, covered_tokens=report.covered_tokens, record=report.record)
+            self._local(Role.PREFILL, report.room, event)
+        elif isinstance(report, RoomFault):
+            self._local(Role.PREFILL, report.room, Fail(report.error), report.generation)
+            self._local(Role.DECODE, report.room, Fail(report.error), report.generation)
+        elif isinstance(report, Fenced):
+            fenced = RankFenced(writer=writer, fenced=report.fenced, reason=report.reason)
+            self._local(Role.PREFILL, report.room, fenced, report.generation)
+        elif isinstance(report, Revoked):
+            self._proven.setdefault(report.peer_epoch, set()).add(str(rank))
+            for room in sorted(self._sought.get(report.peer_epoch, ())):
+                self._local(Role.DECODE, room, Proven(str(rank)))
+        elif isinstance(report, Checked):
+            self.verification.answer(rank, report)
+
+    def rank_gone(self, rank: RankId, error: ErrorInfo, now_s: float) -> None:
+        """An own rank died: every room fails; its source memory is gone with it, its fence stays unproven."""
+        self._now_s = now_s
+        for role, table in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            self._carry(role, table.fail_all(error, now_s))
+        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        for room in list(self.prefill.rooms):
+            gone = RankFenced(writer=writer, fenced=False, gone=True, reason="the rank's process is gone")
+            self._local(Role.PREFILL, room, gone)
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _local(self, role: Role, room: int, event: LocalEvent, generation: int = 0) -> None:
+        table = self.prefill if role is Role.PREFILL else self.decode
+        found = table.rooms.get(room)
+        if found is None or (generation and found.generation != generation):
+            self.counts["late_events"] += 1
+            return
+        try:
+            effects = table.local(room, event, self._now_s)
+        except LocalProtocolError as error:
+            if isinstance(event, Fail | Cancel | RankFenced | Computed | Proven):
+                self.counts[f"ignored_{type(event).__name__}"] += 1
+                return
+            # What one of our own ranks claims cannot be: the room must not go on as if it could.
+            effects = table.local(room, Fail(error.info()), self._now_s)
+        self._carry(role, effects)
+
+    def tick(self, now_s: float) -> None:
+        """Time passed."""
+        self._now_s = now_s
+        self._carry(Role.PREFILL, self.prefill.tick(now_s))
+        self._carry(Role.DECODE, self.decode.tick(now_s))
+
+    def lose_peer(self, peer_epoch: int, error: ErrorInfo, now_s: float) -> None:
+        """A peer incarnation is gone: its rooms fail with this cause, and destinations seek their fence."""
+        self._now_s = now_s
+        self._carry(Role.PREFILL, self.prefill.lose_peer(peer_epoch, error, now_s))
+        self._carry(Role.DECODE, self.decode.lose_peer(peer_epoch, error, now_s))
+
+    def fail_all(self, error: ErrorInfo, now_s: float) -> None:
+        """Fail every room that has not ended."""
+        self._now_s = now_s
+        self._carry(Role.PREFILL, self.prefill.fail_all(error, now_s))
+        self._carry(Role.DECODE, self.decode.fail_all(error, now_s))
+
+    # --- effects -----------------------------------------------------------------------------------------------------
+
+    def _carry(self, role: Role, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._outside.send(effect.peer_epoch, effect.message)
+            elif isinstance(effect, Start):
+                self._start(effect)
+            elif isinstance(effect, Stop):
+                for writer in sorted(effect.writers):
+                    order = Halt(room=effect.room, generation=effect.generation)
+                    self._outside.order(order, RankId(writer.pp, writer.tp))
+            elif isinstance(effect, Revoke):
+                self._seek(effect)
+            elif isinstance(effect, Releasable):
+                self._release(role, effect)
+            else:
+                self._tell(role, effect)
+
+    def _tell(self, role: Role, effect: Admit | Ended | Alert) -> None:
+        facts = self._facts.get((role, effect.room))
+        handle = facts.handle if facts else 0
+        if isinstance(effect, Admit):
+            event = RoomEvent(
+                EventKind.ADMITTED, effect.room, effect.generation, handle=handle, record=effect.handoff.record
+            )
+        elif isinstance(effect, Ended):
+            kind = _TERMINAL[effect.state]
+            event = RoomEvent(kind, effect.room, effect.generation, handle=handle, error=effect.error)
+        else:
+            alert = ErrorInfo(code=effect.code, message=effect.text, where=f"room {effect.room}")
+            event = RoomEvent(EventKind.ALERT, effect.room, effect.generation, handle=handle, error=alert)
+        self._outside.emit(event)
+
+    def _start(self, effect: Start) -> None:
+        """Request and open agree: check both sides' lists, then every rank may write."""
+        facts = self._facts[Role.PREFILL, effect.room]
+        peer_epoch = self.prefill.rooms[effect.room].peer
+        pairing = self._outside.pairing(peer_epoch.epoch) if peer_epoch else None
+        if peer_epoch is None or pairing is None:
+            gone = ErrorInfo(code="peer_unknown", message="the peer went away before its room began")
+            self._local(Role.PREFILL, effect.room, Fail(gone))
+            return
+        prompt = Prompt(effect.open.prompt_tokens, effect.open.prefix_tokens)
+        try:
+            src = unpack(pairing.needed.src, facts.lists)
+            pairing.room(prompt, src, unpack(pairing.needed.dst, effect.open.index_lists))
+        except PdError as error:
+            self._local(Role.PREFILL, effect.room, Fail(error.info()))
+            return
+        verify = chosen(effect.room, self._verify_mode)
+        self._local(Role.PREFILL, effect.room, Bound(pairing.expected(prompt)))
+        self._outside.order(self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify))
+
+    def _begin(self, message: RoomOpen, peer_epoch: int, *, src_lists: tuple[IndexList, ...], verify: bool) -> Begin:
+        return Begin(
+            room=message.room,
+            generation=message.generation,
+            peer_epoch=peer_epoch,
+            prompt_tokens=message.prompt_tokens,
+            prefix_tokens=message.prefix_tokens,
+            src_lists=src_lists,
+            dst_lists=message.index_lists,
+            verify=verify,
+        )
+
+    def _seek(self, effect: Revoke) -> None:
+        rooms = self._sought.setdefault(effect.peer_epoch, set())
+        if not rooms:
+            self._outside.order(Seek(peer_epoch=effect.peer_epoch))
+        rooms.add(effect.room)
+        for name in sorted(self._proven.get(effect.peer_epoch, ())):
+            self._local(Role.DECODE, effect.room, Proven(name))
+
+    def _release(self, role: Role, effect: Releasable) -> None:
+        facts = self._facts.pop((role, effect.room), None)
+        handle = facts.handle if facts else 0
+        self._outside.emit(RoomEvent(EventKind.RELEASABLE, effect.room, effect.generation, handle=handle))
+        self._outside.order(Forget(room=effect.room, generation=effect.generation))
+        if role is Role.DECODE:
+            self.verification.forget(effect.room, effect.generation)
+            for epoch, rooms in list(self._sought.items()):
+                rooms.discard(effect.room)
+                if not rooms:
+                    del self._sought[epoch]
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that have not settled: running, or waiting for a fence."""
+        return len(self.prefill.rooms) + len(self.decode.rooms)
+
+    def next_timer_s(self) -> float | None:
+        """When `tick` is due."""
+        return min(
+            (t for t in (self.prefill.next_timer_s(), self.decode.next_timer_s()) if t is not None), default=None
+        )

@@ -1,0 +1,272 @@
+"""The endpoints: what an engine author uses. Synchronous, non-blocking, safe to call from the engine's own thread.
+
+A process with one rank holds control and rank together. An instance of several ranks has one such process, and a
+`RankEndpoint` in each other rank's process: rank 0's endpoint names rooms and indices, every rank sends its own chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
+from sglang_pd.protocol.bind import IndexLists
+from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
+from sglang_pd.protocol.manifest import Component, RankId
+from sglang_pd.worker.agent import RankAgent, RankFacts
+from sglang_pd.worker.control import PEERS, RANKS, ControlConfig, InstanceControl
+from sglang_pd.worker.desk import RoomFacts
+from sglang_pd.worker.events import RoomEvent
+from sglang_pd.worker.link import CurveKeys, Link
+from sglang_pd.worker.loop import WorkerLoop
+from sglang_pd.worker.memory_view import DeviceDigest
+from sglang_pd.worker.remote_rank import RemoteRank
+
+DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank brings: its backend, and the components on segments that this backend registered.
+
+    epoch: the backend's epoch, random 64 bits for each process incarnation. deadline_s: after which a transfer is
+    UNKNOWN. device_digest: digests of device memory, for `verify`.
+    """
+
+    backend: Backend
+    components: tuple[Component, ...]
+    segments: tuple[Segment, ...]
+    rank: RankId = field(default_factory=lambda: RankId(0, 0))
+    deadline_s: float = DEFAULT_DEADLINE_S
+    device_digest: DeviceDigest | None = None
+
+    def facts(self) -> RankFacts:
+        """The rank's facts, with this host's identity for backends that work on one host only."""
+        return RankFacts(self.rank, self.backend.epoch, self.components, self.segments, host_identity())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Where a control listens. bind: for peers; ranks_bind: for own ranks of other processes, None: there are none."""
+
+    bind: str | None = DEFAULT_BIND
+    ranks_bind: str | None = None
+    curve: CurveKeys | None = None
+
+
+def host_identity() -> str:
+    """Names this boot of this host and this PID namespace: within it, a pidfd proves a death."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+class Endpoint:
+    """What both roles share. Use `PrefillEndpoint` or `DecodeEndpoint`."""
+
+    def __init__(self, config: ControlConfig, setup: RankSetup, network: Network | None = None) -> None:
+        network = network or Network()
+        self._events: deque[RoomEvent] = deque()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._handles = itertools.count(1)
+        self._closed = False
+        self.link = Link(network.curve)
+        self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
+        self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
+        self.control = InstanceControl(config, self.link, self._emit)
+        self.agent = RankAgent(
+            setup.facts(),
+            setup.backend,
+            self.control.report_of(setup.rank),
+            wake=lambda: self._loop.ring(),
+            deadline_s=setup.deadline_s,
+            device_digest=setup.device_digest,
+        )
+        self._loop = WorkerLoop(self.link, self.control, self.agent, name=f"pd-{config.instance_id}")
+        self.control.attach(self.agent)
+        self._loop.start()
+
+    def _emit(self, event: RoomEvent) -> None:
+        self._events.append(event)
+        os.eventfd_write(self._event_fd, 1)
+
+    def poll(self) -> list[RoomEvent]:
+        """Events since the last call, in order. Never blocks."""
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            return []
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def wakeup_fd(self) -> int:
+        """A descriptor that turns readable when `poll` has events."""
+        return self._event_fd
+
+    def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
+        """Give a room up, in whatever state it is. Its memory comes back by RELEASABLE, after the fence."""
+        error = ErrorInfo(code=code, message=reason[:2000])
+        self._loop.submit(lambda: self.control.abort(room, error))
+
+    def drain(self, deadline_s: float = 30.0) -> None:
+        """Take no new rooms; open ones have `deadline_s` seconds. `drained` turns True when none is left."""
+        self._loop.submit(lambda: self.control.drain(deadline_s))
+
+    @property
+    def drained(self) -> bool:
+        """True when draining and every room is settled, fences included."""
+        return self.control.drained
+
+    @property
+    def ready(self) -> bool:
+        """True when every rank has joined and the control thread turns."""
+        return self.control.desk is not None and self.control.failed is None and self._loop.alive
+
+    def peers(self) -> list[dict[str, Any]]:
+        """State of every peer: instance, stage, epoch, transports, mismatches."""
+        return self.control.peers()
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges, by name."""
+        desk, source = self.control.desk, self.agent.source
+        stats: dict[str, float] = {
+            "rooms": float(desk.open_rooms if desk else 0),
+            "source_rooms": float(source.rooms),
+            "transfers_in_flight": float(source.in_flight),
+            "bytes_written": float(source.bytes_written),
+            "descriptors_written": float(source.descriptors_written),
+            "loop_turns": float(self._loop.turns),
+            "loop_faults": float(self._loop.faults),
+        }
+        for counts in (self.link.counts, *((desk.counts, desk.prefill.counts, desk.decode.counts) if desk else ())):
+            for name, value in counts.items():
+                stats[f"count_{name}"] = stats.get(f"count_{name}", 0.0) + value
+        return stats
+
+    def close(self) -> None:
+        """Stop the control thread and the sockets. The backend stays the caller's to close. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop()
+        self.link.close()
+        os.close(self._event_fd)
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def pack_lists(lists: IndexLists) -> tuple[IndexList, ...]:
+    """Typed index lists in their packed form, each with its space's digest."""
+    return tuple(pack_indices(space.digest, idx.lower()) for space, idx in lists.items())
+
+
+class PrefillEndpoint(Endpoint):
+    """Prefill's side: `request` a room, `send` its chunks, `finish` with the record, wait for RELEASABLE."""
+
+    def request(self, room: int, token_ids: TokenIds, lists: IndexLists, *, request_id: str = "") -> int:
+        """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle its events carry.
+
+        Memory in `lists` must stay untouched by others until RELEASABLE. Refusals (duplicate, draining) come as FAILED.
+        """
+        facts = _facts(next(self._handles), room, token_ids, lists, request_id)
+        self._loop.submit(lambda: self.control.request(facts))
+        return facts.handle
+
+    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
+        """This rank's bytes of tokens [start, stop) are computed, once `after` (a device event) has happened."""
+        self.agent.send(room, start, stop, last=last, after=after)
+        if last:
+            self._loop.submit(lambda: self.control.computed(room))
+
+    def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
+        """The handoff record (at most 64 KiB): from the last PP stage's TP rank 0, after its last `send`."""
+        self.agent.handoff(room, covered_tokens, record)
+
+
+class DecodeEndpoint(Endpoint):
+    """Decode's side: `open` a room at a prefill instance, wait for ADMITTED."""
+
+    def connect(self, address: str) -> None:
+        """Shake hands with the prefill instance at `address` (`tcp://host:port`) before the first room needs it."""
+        self._loop.submit(lambda: self.control.call(address))
+
+    def open(self, room: int, address: str, token_ids: TokenIds, lists: IndexLists, *, prefix_tokens: int = 0) -> int:
+        """Open `room` at the prefill instance behind `address`. lists: indices of tokens [prefix_tokens, L).
+
+        The memory in `lists` belongs to the room until RELEASABLE. Returns the handle that its events carry.
+        """
+        facts = _facts(next(self._handles), room, token_ids, lists, "", prefix_tokens)
+        self._loop.submit(lambda: self.control.open(facts, address))
+        return facts.handle
+
+
+def _facts(
+    handle: int, room: int, token_ids: TokenIds, lists: IndexLists, request_id: str, prefix_tokens: int = 0
+) -> RoomFacts:
+    return RoomFacts(
+        handle=handle,
+        room=room,
+        prompt_tokens=len(token_ids),
+        prompt_digest=prompt_digest(token_ids),
+        lists=pack_lists(lists),
+        prefix_tokens=prefix_tokens,
+        request_id=request_id,
+    )
+
+
+class RankEndpoint:
+    """A rank of an instance whose control lives in another process, at `control_address` (its `ranks_address`)."""
+
+    def __init__(
+        self, setup: RankSetup, control_address: str, *, curve: CurveKeys | None = None, heartbeat_s: float = 0.5
+    ) -> None:
+        self._remote = RemoteRank(control_address, curve=curve, heartbeat_s=heartbeat_s)
+        self.agent = RankAgent(
+            setup.facts(),
+            setup.backend,
+            self._remote.report,
+            wake=lambda: self._loop.ring(),
+            deadline_s=setup.deadline_s,
+            device_digest=setup.device_digest,
+        )
+        self._remote.agent = self.agent
+        self._loop = WorkerLoop(self._remote.link, self._remote, self.agent, name=f"pd-rank-{setup.rank}")
+        self._loop.submit(self.agent.join)
+        self._loop.start()
+
+    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
+        """See `PrefillEndpoint.send`."""
+        self.agent.send(room, start, stop, last=last, after=after)
+
+    def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
+        """See `PrefillEndpoint.finish`."""
+        self.agent.handoff(room, covered_tokens, record)
+
+    def close(self) -> None:
+        """Stop the control thread and the sockets."""
+        self._loop.stop()
+        self._remote.link.close()
+
+
+def new_epoch() -> int:
+    """A random 64-bit epoch for a backend of this process incarnation."""
+    return secrets.randbits(64) or 1

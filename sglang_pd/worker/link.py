@@ -1,0 +1,196 @@
+"""The sockets of one control: a ROUTER that peers and own ranks call, and a DEALER for each peer it calls itself.
+
+Frames go out without waiting; one that cannot is dropped and counted, since the protocol recovers lost messages. With
+CURVE keys a client whose key is not listed is dropped by the library before any body is read. Data planes are not
+covered by CURVE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from sglang_pd.protocol.errors import ConfigError
+
+MAX_FRAME_BYTES = 32 * 2**20
+HIGH_WATER = 10_000
+"""Messages queued a direction before frames are dropped."""
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """CURVE keys in Z85 text: this worker's pair, and the public keys of those who may connect (its own included)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    authorized: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who connected to a ROUTER: the routing id it was given there. socket: `peers` or `ranks`."""
+
+    socket: str
+    identity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """Somebody this side connected to: the number of its DEALER."""
+
+    number: int
+
+
+Party = Caller | Called
+
+
+class Link:
+    """All ZMQ sockets of one control. Used by its control thread alone."""
+
+    def __init__(self, curve: CurveKeys | None = None) -> None:
+        self._curve = curve
+        self._context = zmq.Context()
+        self._routers: dict[str, zmq.Socket[bytes]] = {}
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._next = 0
+        self.counts: Counter[str] = Counter()
+        self._zap: zmq.Socket[bytes] | None = None
+        if curve is not None:
+            # One authenticator a context: libzmq asks it about every new connection, before any message passes.
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.linger = 0
+            self._zap.bind("inproc://zeromq.zap.01")
+
+    def listen(self, name: str, address: str) -> str:
+        """Bind the ROUTER `name` to `tcp://host:port` (port 0 or *: any). Returns the address in force.
+
+        Raises `ConfigError` naming the address for a port that is taken or an address that is not this host's.
+        """
+        router = self._context.socket(zmq.ROUTER)
+        self._prepare(router)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._curve is not None:
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            router.close(linger=0)
+            raise ConfigError(
+                f"cannot listen: {error.strerror}",
+                where=f"$.network ({name})",
+                actual=address,
+                hint="Choose a free port, or 0 for any.",
+            ) from error
+        self._routers[name] = router
+        endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
+        return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
+
+    def call(self, address: str, server_key: bytes | None = None) -> Called:
+        """Connect a DEALER; ZMQ keeps trying for as long as it is open. server_key: default this side's own key."""
+        dealer = self._context.socket(zmq.DEALER)
+        self._prepare(dealer)
+        if self._curve is not None:
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.public)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.close(linger=0)
+            raise ConfigError(f"not an address to connect to: {error.strerror}", actual=address) from error
+        self._next += 1
+        self._dealers[self._next] = dealer
+        return Called(self._next)
+
+    def _prepare(self, socket: zmq.Socket[bytes]) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, HIGH_WATER),
+            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
+            (zmq.IPV6, 1),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 1_000),
+            (zmq.HANDSHAKE_IVL, 5_000),
+            (zmq.TCP_KEEPALIVE, 1),
+        ):
+            socket.setsockopt(option, value)
+
+    def hang_up(self, party: Party) -> None:
+        """Close a DEALER. Callers cannot be hung up on; they are not answered any more."""
+        if isinstance(party, Called) and (dealer := self._dealers.pop(party.number, None)) is not None:
+            dealer.close(linger=0)
+
+    def send(self, party: Party, frame: bytes) -> bool:
+        """Queue one frame. False, and counted, when it was dropped: no such party, or its queue is full."""
+        try:
+            if isinstance(party, Called):
+                self._dealers[party.number].send(frame, zmq.DONTWAIT)
+            else:
+                self._routers[party.socket].send_multipart([party.identity, frame], zmq.DONTWAIT)
+        except (zmq.ZMQError, KeyError):
+            self.counts["send_dropped"] += 1
+            return False
+        return True
+
+    def receive(self, most: int = 1_000) -> Iterator[tuple[Party, bytes]]:
+        """Frames that are there now, at most `most` a socket. Shapes other than one frame are dropped and counted."""
+        self._authenticate()
+        for name, router in self._routers.items():
+            for _ in range(most):
+                try:
+                    parts = router.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                if len(parts) == 2:
+                    yield Caller(name, parts[0]), parts[1]
+                else:
+                    self.counts["malformed_frames"] += 1
+        for number, dealer in list(self._dealers.items()):
+            for _ in range(most):
+                try:
+                    parts = dealer.recv_multipart(zmq.DONTWAIT)
+                except (zmq.Again, zmq.ZMQError):
+                    break
+                if len(parts) == 1:
+                    yield Called(number), parts[0]
+                else:
+                    self.counts["malformed_frames"] += 1
+
+    def _authenticate(self) -> None:
+        """Answer libzmq's questions about who may connect (ZAP, RFC 27)."""
+        while self._zap is not None and self._curve is not None:
+            try:
+                version, request, _domain, _address, _identity, mechanism, *credentials = self._zap.recv_multipart(
+                    zmq.DONTWAIT
+                )
+            except zmq.Again:
+                return
+            except ValueError:
+                self._zap.send_multipart([b"1.0", b"", b"400", b"malformed", b"", b""])
+                continue
+            key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+            good = key in self._curve.authorized or key == self._curve.public
+            self.counts["clients_refused"] += not good
+            status = (b"200", b"OK") if good else (b"400", b"unknown client")
+            self._zap.send_multipart([version, request, *status, b"", b""])
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """Sockets to poll for input."""
+        zap = [self._zap] if self._zap is not None else []
+        return [*zap, *self._routers.values(), *self._dealers.values()]
+
+    def close(self) -> None:
+        """Close everything. Idempotent."""
+        for socket in self.sockets():
+            with contextlib.suppress(zmq.ZMQError):
+                socket.close(linger=0)
+        self._routers.clear()
+        self._dealers.clear()
+        self._context.destroy(linger=0)

@@ -1,0 +1,169 @@
+"""The control thread of a worker: one loop that owns sockets, room tables and every poll of the backend.
+
+It sleeps in one `poll` over sockets, the backend's wake-up descriptor and an eventfd that engine calls ring; nothing
+spins while idle. No exception ends it: what escapes a turn is kept as the last fault, logged with a limit, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import zmq
+
+from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.worker.agent import RankAgent
+from sglang_pd.worker.link import Link, Party
+
+log = logging.getLogger("sglang_pd.worker")
+
+IDLE_S: Final = 0.25
+"""Longest sleep: bounds how late a silent loss is noticed when nothing else wakes the loop."""
+BUSY_WITH_FD_S: Final = 0.02
+BUSY_WITHOUT_FD_S: Final = 0.001
+MAX_CALLS: Final = 65_536
+
+
+class Driven(Protocol):
+    """What the loop drives besides the rank: the control, or a rank's connection to a control elsewhere."""
+
+    def on_frame(self, party: Party, frame: bytes) -> None:
+        """One frame."""
+
+    def turn(self) -> None:
+        """What is due now."""
+
+    def next_timer_s(self) -> float | None:
+        """When `turn` is due next (monotonic seconds)."""
+
+
+class WorkerLoop:
+    """Runs one `Driven` and one rank agent over one link. `start`, `submit` and `stop` may be called by any thread."""
+
+    def __init__(self, link: Link, driven: Driven, agent: RankAgent | None, *, name: str = "sglang-pd") -> None:
+        self._link = link
+        self._driven = driven
+        self._agent = agent
+        self._calls: deque[Callable[[], None]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.faults = 0
+        self.last_fault = ""
+        self.turns = 0
+        self.last_turn_s = time.monotonic()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def ring(self) -> None:
+        """Wake the loop."""
+        if not self._rung:
+            self._rung = True
+            os.eventfd_write(self._bell, 1)
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run a call on the control thread, after those submitted before. Raises `RoomError` (`queue_full`)."""
+        if len(self._calls) >= MAX_CALLS:
+            raise RoomError("the control thread does not keep up", code="queue_full", where="worker")
+        self._calls.append(call)
+        self.ring()
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """End the thread after its current turn. False when it did not end in time."""
+        self._stop = True
+        self._rung = False
+        self.ring()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller, polled = zmq.Poller(), set[object]()
+        while not self._stop:
+            for source in self._sources() - polled:
+                poller.register(source, zmq.POLLIN)
+            for source in polled - self._sources():
+                poller.unregister(source)
+            polled = self._sources()
+            busy = self._turn()
+            if self._stop:
+                break
+            try:
+                poller.poll(math.ceil(self._timeout_s(busy) * 1000))
+            except zmq.ZMQError as error:
+                self._fault(error)
+        os.close(self._bell)
+
+    def _sources(self) -> set[object]:
+        fd = self._agent.backend.wakeup_fd() if self._agent is not None else None
+        return {self._bell, *self._link.sockets(), *(() if fd is None else (fd,))}
+
+    def _turn(self) -> bool:
+        self.turns += 1
+        self.last_turn_s = time.monotonic()
+        if self._rung:
+            self._rung = False
+            self._guard(lambda: os.eventfd_read(self._bell))
+        for _ in range(len(self._calls)):
+            self._guard(self._calls.popleft())
+        for party, frame in self._link.receive():
+            self._guard(lambda party=party, frame=frame: self._driven.on_frame(party, frame))  # type: ignore[misc]
+        busy = False
+
+        def step() -> None:
+            nonlocal busy
+            busy = self._agent.step() if self._agent is not None else False
+
+        self._guard(step)
+        self._guard(self._driven.turn)
+        self._guard(step)  # orders that this turn gave start now, not at the next wake-up
+        self._guard(self._driven.turn)
+        return busy
+
+    def _guard(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BlockingIOError:
+            pass
+        except PdError as error:
+            self._fault(error)
+        except Exception as error:
+            self._fault(error)
+            log.exception("a defect in the control thread; it goes on")
+
+    def _fault(self, error: Exception) -> None:
+        self.faults += 1
+        self.last_fault = f"{type(error).__name__}: {error}"
+        if self.faults <= 20 or self.faults % 1000 == 0:
+            log.warning("control thread fault %d: %s", self.faults, self.last_fault)
+
+    def _timeout_s(self, busy: bool) -> float:
+        if self._calls or self._rung:
+            return 0.0
+        waits = [IDLE_S]
+        due_s = self._driven.next_timer_s()
+        if due_s is not None:
+            waits.append(max(0.0, due_s - time.monotonic()))
+        if self._agent is not None:
+            backend = self._agent.backend
+            if busy:
+                waits.append(BUSY_WITHOUT_FD_S if backend.wakeup_fd() is None else BUSY_WITH_FD_S)
+            if backend.progress_interval_s is not None:
+                waits.append(backend.progress_interval_s)
+        return min(waits)

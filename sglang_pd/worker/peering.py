@@ -1,0 +1,266 @@
+"""All conversations of one control: who is called, who called, which incarnation each is, and whether it still lives.
+
+A peer is known by its epoch. An answer of another epoch on an agreed conversation means that the peer was restarted:
+the old incarnation is lost at once, and the handshake starts anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from sglang_pd.protocol.codec import Received, decode, encode
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RemoteProtocolError
+from sglang_pd.protocol.messages import Heartbeat, Hello, HelloConfirm, HelloReply, Message, Refusal, RoomMessage
+from sglang_pd.worker.conversation import MAX_CALLERS, Conversation, Self, Stage, answer, confirm, confirmed, hello
+from sglang_pd.worker.link import Called, Link, Party
+
+REFUSALS_PER_S: Final = 200
+RETRY_REFUSED_S: Final = 2.0
+"""How often a caller says Hello again to a peer that refused: it may have been replaced."""
+
+
+class Heard(Protocol):
+    """What the control learns from conversations."""
+
+    def agreed(self, talk: Conversation) -> None:
+        """Both sides accept: ranks can meet, rooms can open."""
+
+    def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
+        """That incarnation is gone, agreed or not."""
+
+    def refused(self, talk: Conversation) -> None:
+        """The verdict is a refusal; `talk.error` says why."""
+
+    def room_message(self, talk: Conversation, message: Message) -> None:
+        """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""
+
+
+class Peering:
+    """Conversations of one incarnation of this side."""
+
+    def __init__(self, own: Self, link: Link, heard: Heard) -> None:
+        self.own = own
+        self._link = link
+        self._heard = heard
+        self._called: dict[str, Conversation] = {}
+        self._callers: OrderedDict[Party, Conversation] = OrderedDict()
+        self._by_epoch: dict[int, Conversation] = {}
+        self._sequence = 0
+        self._refusals_left = float(REFUSALS_PER_S)
+        self._refilled_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.draining = False
+
+    # --- asked by the control ----------------------------------------------------------------------------------------
+
+    def call(self, address: str, server_key: bytes | None, now_s: float) -> Conversation:
+        """The conversation with the instance at `address`; started if there is none. Raises `ConfigError`."""
+        talk = self._called.get(address)
+        if talk is None:
+            party = self._link.call(address, server_key)
+            talk = Conversation(party, source=False, address=address, started_s=now_s)
+            self._called[address] = talk
+        return talk
+
+    def talk_with(self, epoch: int) -> Conversation | None:
+        """The agreed conversation with that incarnation."""
+        return self._by_epoch.get(epoch)
+
+    def all(self) -> list[Conversation]:
+        """Every conversation."""
+        return [*self._called.values(), *self._callers.values()]
+
+    def send(self, epoch: int, message: Message) -> None:
+        """To an agreed peer; dropped and counted when there is none."""
+        talk = self._by_epoch.get(epoch)
+        if talk is None:
+            self.counts["sent_to_nobody"] += 1
+        else:
+            self._say(talk, message)
+
+    def _say(self, talk: Conversation, message: Message) -> None:
+        self._link.send(talk.party, encode(message, epoch=self.own.epoch))
+
+    # --- frames ------------------------------------------------------------------------------------------------------
+
+    def receive(self, party: Party, frame: bytes, now_s: float) -> None:
+        """One frame of anybody. What is wrong with it costs its sender a refusal, nothing else."""
+        received: Received | None = None
+        try:
+            received = decode(frame)
+            self.counts["unknown_fields"] += len(received.unknown_fields)
+            if received.message is not None:
+                self._take(party, received.header.epoch, received.message, now_s)
+        except RemoteProtocolError as error:
+            self._refuse(party, received, error, now_s)
+        except PdError as error:
+            wrapped = RemoteProtocolError(error.message, code=error.code, where=error.where, actual=error.actual)
+            self._refuse(party, received, wrapped, now_s)
+
+    def _take(self, party: Party, epoch: int, message: Message, now_s: float) -> None:
+        talk = self._find(party)
+        if isinstance(message, Hello):
+            self._on_hello(party, talk, epoch, message, now_s)
+            return
+        if talk is None:
+            raise RemoteProtocolError("say Hello first", code="peer_unknown", where=type(message).__name__)
+        if talk.stage is Stage.AGREED and epoch != talk.epoch:
+            self._restarted(talk, epoch, now_s)
+        if isinstance(message, HelloReply):
+            self._on_reply(talk, epoch, message)
+        elif isinstance(message, HelloConfirm):
+            if not talk.source or epoch != talk.epoch:
+                raise RemoteProtocolError("nothing was offered to confirm", code="peer_unknown", where="HelloConfirm")
+            self._on_confirm(talk, message)
+        elif isinstance(message, Refusal):
+            self._on_refusal(talk, message, now_s)
+        elif talk.stage is not Stage.AGREED or epoch != talk.epoch:
+            raise RemoteProtocolError("no verdict stands for this incarnation", code="peer_unknown", actual=epoch)
+        else:
+            self._heard.room_message(talk, message)
+
+    def _find(self, party: Party) -> Conversation | None:
+        if isinstance(party, Called):
+            return next((talk for talk in self._called.values() if talk.party == party), None)
+        return self._callers.get(party)
+
+    def _on_hello(self, party: Party, talk: Conversation | None, epoch: int, message: Hello, now_s: float) -> None:
+        if isinstance(party, Called):
+            raise RemoteProtocolError("who is called does not say Hello", where="Hello")
+        if self.draining:
+            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
+        if talk is not None and talk.stage is Stage.AGREED:
+            if talk.epoch == epoch and talk.manifest_digest == message.manifest_digest:
+                self._say(talk, answer(self.own, talk, epoch, message))  # its reply was lost
+                talk.stage = Stage.AGREED
+                return
+            self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
+        talk = Conversation(party, source=True, started_s=now_s)
+        self._callers[party] = talk
+        self._bound_callers()
+        self._say(talk, answer(self.own, talk, epoch, message))
+
+    def _bound_callers(self) -> None:
+        while len(self._callers) > MAX_CALLERS:
+            idle = next((p for p, t in self._callers.items() if t.stage is not Stage.AGREED), None)
+            if idle is None:
+                break
+            del self._callers[idle]
+
+    def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
+        if talk.source:
+            raise RemoteProtocolError("a prefill is not answered", where="HelloReply")
+        if talk.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
+            self.counts["late_replies"] += 1
+            return
+        self._say(talk, confirm(self.own, talk, epoch, message))
+        self._settled(talk)
+
+    def _on_confirm(self, talk: Conversation, message: HelloConfirm) -> None:
+        if talk.stage is Stage.AGREED:
+            return
+        confirmed(self.own, talk, message)
+        self._settled(talk)
+
+    def _settled(self, talk: Conversation) -> None:
+        if talk.stage is not Stage.AGREED:
+            self._heard.refused(talk)
+            return
+        known = self._by_epoch.get(talk.epoch)
+        if known is not None and known is not talk:
+            talk.stage = Stage.REFUSED
+            raise RemoteProtocolError("that incarnation talks to us already", code="epoch_stale", actual=talk.epoch)
+        self._by_epoch[talk.epoch] = talk
+        self._heard.agreed(talk)
+
+    def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
+        self.counts[f"refusals_{message.error.code}"] += 1
+        if talk.stage is Stage.AGREED and message.error.code in ("peer_unknown", "epoch_stale"):
+            self._drop(talk, ErrorInfo(code="peer_lost", message="the peer does not know this side any more"))
+        elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
+            talk.error = message.error
+            if message.error.code not in ("draining", "internal"):
+                talk.stage = Stage.REFUSED
+                talk.next_send_s = now_s + RETRY_REFUSED_S
+                self._heard.refused(talk)
+
+    def _refuse(self, party: Party, received: Received | None, error: RemoteProtocolError, now_s: float) -> None:
+        self.counts[f"refused_{error.code}"] += 1
+        self._refusals_left = min(REFUSALS_PER_S, self._refusals_left + (now_s - self._refilled_s) * REFUSALS_PER_S)
+        self._refilled_s = now_s
+        message = received.message if received else None
+        if self._refusals_left < 1 or isinstance(message, Refusal):
+            return
+        self._refusals_left -= 1
+        room = message if isinstance(message, RoomMessage) else None
+        refusal = Refusal(
+            error=error.info(),
+            refused_type=received.header.type if received else 0,
+            room=room.room if room else 0,
+            generation=room.generation if room else 0,
+        )
+        self._link.send(party, encode(refusal, epoch=self.own.epoch))
+
+    # --- life and death ----------------------------------------------------------------------------------------------
+
+    def _restarted(self, talk: Conversation, epoch: int, now_s: float) -> None:
+        error = ErrorInfo(
+            code="peer_lost",
+            message="the peer was restarted: another incarnation answers",
+            where=talk.instance,
+            expected=f"epoch {talk.epoch:016x}",
+            actual=f"epoch {epoch:016x}",
+        )
+        self._drop(talk, error)
+        talk.next_send_s = now_s
+
+    def _drop(self, talk: Conversation, error: ErrorInfo) -> None:
+        epoch, agreed = talk.epoch, talk.stage is Stage.AGREED
+        if self._by_epoch.get(epoch) is talk:
+            del self._by_epoch[epoch]
+        if talk.address:
+            talk.restart()
+        else:
+            talk.stage = Stage.LOST
+            self._callers.pop(talk.party, None)
+        if agreed:
+            self._heard.lost(talk, epoch, error)
+
+    def give_up(self, epoch: int, error: ErrorInfo) -> None:
+        """The tables lost that incarnation (silence, say): forget it, and call again where this side is the caller."""
+        talk = self._by_epoch.get(epoch)
+        if talk is not None:
+            self._drop(talk, error)
+
+    def tick(self, now_s: float, rooms_with: Callable[[int], int]) -> None:
+        """Say what is due: Hello while not answered, a heartbeat where agreed."""
+        for talk in self.all():
+            if now_s < talk.next_send_s:
+                continue
+            if talk.stage is Stage.AGREED:
+                talk.next_send_s = now_s + self.own.heartbeat_ms / 1000
+                self._sequence = (self._sequence + 1) % 2**32
+                beat = Heartbeat(
+                    peer_epoch=talk.epoch,
+                    seq=self._sequence,
+                    state="draining" if self.draining else "ready",
+                    rooms=rooms_with(talk.epoch),
+                )
+                self._say(talk, beat)
+            elif talk.address and not self.draining:
+                refused = talk.stage is Stage.REFUSED
+                talk.stage = Stage.CALLING if refused else talk.stage
+                talk.next_send_s = now_s + (RETRY_REFUSED_S if refused else self.own.heartbeat_ms / 1000)
+                self._say(talk, hello(self.own))
+
+    def next_timer_s(self) -> float | None:
+        """When `tick` is due."""
+        due = (talk.next_send_s for talk in self.all() if talk.address or talk.stage is Stage.AGREED)
+        return min(due, default=None)
+
+    def broadcast(self, message: Message) -> None:
+        """To every agreed peer."""
+        for talk in list(self._by_epoch.values()):
+            self._say(talk, message)

@@ -1,0 +1,84 @@
+"""The ranks of one instance as their control sees them: who joined, how to reach each, who is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang_pd.protocol.errors import ManifestError
+from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
+from sglang_pd.worker.orders import AnyOrder, Joined
+
+Reach = Callable[[AnyOrder], None]
+"""Gives an order to one rank: a call in this process, or a frame to another."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    manifest: RankManifest
+    reach: Reach
+    heard_s: float
+    remote: bool
+
+
+class Ranks:
+    """A registry; it decides nothing. Ranks of other processes are gone when silent for `liveness_s`."""
+
+    def __init__(self, topology: Topology, liveness_s: float) -> None:
+        self._want = tuple(RankId(p, t) for p in range(topology.pp) for t in range(topology.tp))
+        self._liveness_s = liveness_s
+        self._ranks: dict[RankId, _Rank] = {}
+
+    def join(self, report: Joined, reach: Reach, *, remote: bool, now_s: float) -> bool:
+        """A rank is there. True when it is new, or another incarnation, or states something else than before.
+
+        Raises `ManifestError` for a rank the topology has not, or a manifest of another rank.
+        """
+        if report.rank not in self._want:
+            raise ManifestError("no such rank in this instance", where=str(report.rank), expected=len(self._want))
+        manifest = msgspec.msgpack.decode(report.manifest, type=RankManifest)
+        if (manifest.rank, manifest.epoch) != (report.rank, report.epoch):
+            raise ManifestError(
+                "a rank sent another rank's manifest", where=str(report.rank), actual=str(manifest.rank)
+            )
+        before = self._ranks.get(report.rank)
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote)
+        return before is None or before.manifest != manifest
+
+    def heard(self, rank: RankId, now_s: float) -> bool:
+        """A sign of life. False for a rank that has not joined this control."""
+        entry = self._ranks.get(rank)
+        if entry is not None:
+            entry.heard_s = now_s
+        return entry is not None
+
+    @property
+    def missing(self) -> list[RankId]:
+        """Ranks that have not joined."""
+        return [rank for rank in self._want if rank not in self._ranks]
+
+    @property
+    def manifests(self) -> tuple[RankManifest, ...]:
+        """All manifests in rank order; only when none is missing."""
+        return tuple(self._ranks[rank].manifest for rank in self._want)
+
+    @property
+    def ids(self) -> tuple[RankId, ...]:
+        """All ranks of the topology, in order."""
+        return self._want
+
+    def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
+        """Give an order to one rank, or to all. Ranks that are not there are skipped: their loss is told apart."""
+        for target in self._want if rank is None else (rank,):
+            entry = self._ranks.get(target)
+            if entry is not None:
+                entry.reach(order)
+
+    def lost(self, now_s: float) -> list[RankId]:
+        """Remote ranks that were silent for too long; each is named once and forgotten."""
+        gone = [r for r, e in self._ranks.items() if e.remote and now_s - e.heard_s > self._liveness_s]
+        for rank in gone:
+            del self._ranks[rank]
+        return gone

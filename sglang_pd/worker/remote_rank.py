@@ -1,0 +1,51 @@
+"""A rank in a process of its own: its agent, and the connection to its instance's control."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from sglang_pd.worker.agent import RankAgent
+from sglang_pd.worker.link import CurveKeys, Link, Party
+from sglang_pd.worker.orders import Alive, AnyReport, Rejoin, decode_order, encode
+
+
+class RemoteRank:
+    """What the loop drives in a rank's process: orders in, reports out, a heartbeat towards the control."""
+
+    def __init__(self, address: str, *, curve: CurveKeys | None, heartbeat_s: float) -> None:
+        self.link = Link(curve)
+        self._control = self.link.call(address)
+        self._heartbeat_s = heartbeat_s
+        self._next_s = 0.0
+        self.agent: RankAgent | None = None
+
+    def report(self, report: AnyReport) -> None:
+        """Send a report. One that is lost shows as a room that is asked about again."""
+        self.link.send(self._control, encode(report))
+
+    def on_frame(self, party: Party, frame: bytes) -> None:
+        """One order. What does not decode is dropped and counted."""
+        try:
+            order = decode_order(frame)
+        except msgspec.MsgspecError:
+            self.link.counts["malformed_orders"] += 1
+            return
+        if self.agent is None:
+            return
+        if isinstance(order, Rejoin):
+            self.agent.join()
+        else:
+            self.agent.order(order)
+
+    def turn(self) -> None:
+        """Say that this rank lives."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._heartbeat_s
+            self.report(Alive())
+
+    def next_timer_s(self) -> float | None:
+        """When the next heartbeat is due."""
+        return self._next_s
