@@ -32,9 +32,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sglang_pd.backends import nixl_memory
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
@@ -62,7 +59,7 @@ from sglang_pd.backends.nixl_options import (
     ucx_settings,
 )
 from sglang_pd.backends.nixl_probe import Probe, Transports
-from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Work
+from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Side, Work, single_piece
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
 
@@ -103,9 +100,7 @@ class NixlPeer(Peer):
         self.transport = transport
         self.link = link
         self.disconnected = False
-        self.devices = tuple(entry.device for entry in link.blob.segments)
-        self.base: NDArray[np.uint64] = np.array([entry.address for entry in link.blob.segments], np.uint64)
-        self.bytes: NDArray[np.uint64] = np.array(self.segment_bytes, np.uint64)
+        self.side = Side(link.blob.segments)
 
     @property
     def lost(self) -> PdError | None:
@@ -122,8 +117,7 @@ class NixlBackend(Backend):
         self._digest = settings_digest(options, settings)
         self._segments: tuple[Segment, ...] = ()
         self._own: dict[int, Segment] = {}
-        self._devices: tuple[str, ...] = ()
-        self._base = self._bytes = np.empty(0, np.uint64)
+        self._side = Side(())
         self._closed = False
         probe = None if self._key(()) in _found else Probe(library.package, options)
         self._engine = Engine(library, options, epoch)
@@ -171,7 +165,7 @@ class NixlBackend(Backend):
     def _proof(self) -> Literal["engine_closed", "none"]:
         if self._options.plugin != "UCX" or may_use_rdma(self._options, self.settings, rdma_devices()):
             return "none"
-        return "none" if any(device != "cpu" for device in self._devices) else "engine_closed"
+        return "engine_closed" if self._side.host_only else "none"
 
     @property
     def epoch(self) -> int:
@@ -188,7 +182,7 @@ class NixlBackend(Backend):
         return segment
 
     def adopt(self, segment: Segment) -> Segment:
-        """Accept host memory that is mapped for reading and writing, or cudaMalloc memory, after a real registration."""
+        """Accept host memory mapped for reading and writing, or cudaMalloc memory, after a real registration."""
         self._check_open()
         if not _DEVICE.fullmatch(segment.device) or segment.nbytes <= 0 or segment.address <= 0:
             raise nixl_memory.refused("not a segment", segment.nbytes, segment.device, actual=repr(segment))
@@ -216,9 +210,7 @@ class NixlBackend(Backend):
             raise nixl_memory.refused("too many segments", 0, "", expected=f"at most {MAX_SEGMENTS}")
         self._engine.call(lambda: self._engine.register([_entry(one) for one in made]))
         self._segments += tuple(made)
-        self._devices = tuple(one.device for one in self._segments)
-        self._base = np.array([one.address for one in self._segments], np.uint64)
-        self._bytes = np.array([one.nbytes for one in self._segments], np.uint64)
+        self._side = Side(self._segments)
         return tuple(made)
 
     # Peers
@@ -262,7 +254,7 @@ class NixlBackend(Backend):
         else:
             # What was found on this host with these settings does not hold there: ask UCX about that very peer.
             found = Probe(self._library.package, self._options, metadata=body.metadata).result()
-        src = sorted({one for one in self._devices if one != "cpu"})
+        src = sorted({one for one in self._side.devices if one != "cpu"})
         dst = sorted({one.device for one in body.segments if one.device != "cpu"})
         if not src and not dst:
             return found.name("cpu", "cpu") if self._options.plugin == "UCX" else self._options.plugin.lower()
@@ -301,30 +293,31 @@ class NixlBackend(Backend):
         self._check_open()
         mine = self._mine(peer)
         link = mine.link
-        if len(batch) == 0:
-            done = NixlTransfer(link.name, 0, deadline_s)
-            done.settle(TransferState.DONE)
-            return done
-        check_batch(batch, self._bytes, mine.bytes, peer=link.name)
-        src, dst = batch_addresses(batch, self._base, mine.base)
-        addresses = Addresses(
-            src,
-            dst,
-            batch.length.copy(),
-            batch.src.segment[batch.src_region],
-            batch.dst.segment[batch.dst_region],
-            self._devices,
-            mine.devices,
-        )
         limit = self._options.max_deadline_s
-        transfer = NixlTransfer(link.name, batch.total_bytes, deadline_s if limit is None else min(deadline_s, limit))
-        if link.lost is not None or mine.disconnected:
+        work = self._work(batch, mine, deadline_s if limit is None else min(deadline_s, limit))
+        work.after = after
+        transfer = work.transfer
+        if transfer.nbytes == 0:
+            transfer.settle(TransferState.DONE)
+        elif link.lost is not None or mine.disconnected:
             lost = link.lost or BackendError("the peer was disconnected here", code="peer_lost", where=link.name)
             transfer.settle(TransferState.FAILED, lost)
-            return transfer
-        host_only = all(device == "cpu" for device in (*self._devices, *mine.devices))
-        self._engine.submit(link, Work(transfer, addresses, host_only, after))
+        else:
+            self._engine.submit(link, work)
         return transfer
+
+    def _work(self, batch: WriteBatch, peer: NixlPeer, deadline_s: float) -> Work:
+        """The checked batch. Raises `BackendError` (`segment_invalid`)."""
+        own, there, name = self._side, peer.side, peer.link.name
+        host_only = own.host_only and there.host_only
+        piece = single_piece(batch, own, there)
+        if piece is not None and (nbytes := int(piece.rows[0][0, 1])) <= self._options.max_bytes_per_post:
+            return Work(NixlTransfer(name, nbytes, deadline_s), None, host_only, pieces=iter((piece,)))
+        check_batch(batch, own.nbytes, there.nbytes, peer=name)
+        src, dst = batch_addresses(batch, own.base, there.base)
+        segments = batch.src.segment[batch.src_region], batch.dst.segment[batch.dst_region]
+        addresses = Addresses(src, dst, batch.length.copy(), *segments, own, there)
+        return Work(NixlTransfer(name, batch.total_bytes, deadline_s), addresses, host_only)
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer to the peer is DONE or FAILED."""

@@ -145,9 +145,9 @@ class Link:
 
     def _post(self, agent: Agent, work: Work, piece: Piece) -> None:
         if piece.kinds[0] == "cuda":
-            use_device(piece.source_device())
+            use_device(piece.source_device)
         try:
-            handle = agent.prepare(piece.rows(), piece.kinds, self.name)
+            handle = agent.prepare(piece.rows, piece.kinds, self.name)
         except TransferError as error:
             # Never posted, so this piece cannot land.
             work.failed = error

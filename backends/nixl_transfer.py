@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.backends.base import Transfer, TransferState
+from sglang_pd.backends.base import Segment, Transfer, TransferState
+from sglang_pd.backends.nixl_blob import SegmentEntry
 from sglang_pd.backends.nixl_library import Handle, Rows
 from sglang_pd.backends.nixl_options import NixlOptions
+from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import PdError, TransferError
 
 U64 = NDArray[np.uint64]
@@ -80,12 +82,72 @@ class NixlTransfer(Transfer):
         return self._error
 
 
+class Side:
+    """One side's registered segments, by number: address of the first byte, length in bytes, device."""
+
+    def __init__(self, segments: Sequence[Segment | SegmentEntry]) -> None:
+        self.devices = tuple(one.device for one in segments)
+        self.base: U64 = np.array([one.address for one in segments], np.uint64)
+        self.nbytes: U64 = np.array([one.nbytes for one in segments], np.uint64)
+        self.host_only = all(device == "cpu" for device in self.devices)
+        self.index: U64 = np.array([_ordinal(device) for device in self.devices], np.uint64)
+        # The same as Python numbers, for a batch of one.
+        self._plain = tuple((one.address, one.nbytes, _ordinal(one.device)) for one in segments)
+
+    def row(self, table: RegionTable, region: int, offset: int, nbytes: int) -> tuple[int, int, int] | None:
+        """Address, length, device number of one range; None where it is not plainly inside its region and segment."""
+        if not 0 <= region < table.segment.shape[0]:
+            return None
+        segment, base, size = int(table.segment[region]), int(table.base[region]), int(table.size_bytes[region])
+        if segment >= len(self._plain) or offset + nbytes > size or base + size > self._plain[segment][1]:
+            return None
+        address, _, index = self._plain[segment]
+        return address + base + offset, nbytes, index
+
+    def device(self, table: RegionTable, region: int) -> str:
+        """Device of a region."""
+        return self.devices[int(table.segment[region])]
+
+
+def _ordinal(device: str) -> int:
+    return 0 if device == "cpu" else int(device.partition(":")[2])
+
+
+def kind_of(device: str) -> str:
+    """`cpu` or `cuda`."""
+    return device.partition(":")[0]
+
+
+def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
+    """The piece of a batch of one descriptor, without array arithmetic; None where it is not plainly in order.
+
+    One descriptor is what latency is measured with, and a dozen calls on arrays of one element cost more than the copy.
+    """
+    if batch.length.shape != (1,) or not (
+        batch.length.dtype == batch.src_offset.dtype == batch.dst_offset.dtype == np.uint64
+        and batch.src_region.dtype == batch.dst_region.dtype == np.uint32
+        and batch.src_offset.shape == batch.dst_offset.shape == batch.src_region.shape == batch.dst_region.shape == (1,)
+    ):
+        return None
+    nbytes, source, target = int(batch.length[0]), int(batch.src_region[0]), int(batch.dst_region[0])
+    local = own.row(batch.src, source, int(batch.src_offset[0]), nbytes)
+    remote = peer.row(batch.dst, target, int(batch.dst_offset[0]), nbytes)
+    if nbytes == 0 or local is None or remote is None:
+        return None
+    device = own.device(batch.src, source)
+    return Piece(
+        (np.array([local], np.uint64), np.array([remote], np.uint64)),
+        (kind_of(device), kind_of(peer.device(batch.dst, target))),
+        device,
+    )
+
+
 @dataclass(slots=True)
 class Addresses:
     """Descriptors of a checked batch, all arrays of shape [descriptors].
 
     src, dst: uint64 addresses; length: uint64 bytes; src_segment, dst_segment: uint32 segment numbers.
-    src_devices, dst_devices: device of each segment, by number.
+    own, peer: the two sides' segments.
     """
 
     src: U64
@@ -93,8 +155,8 @@ class Addresses:
     length: U64
     src_segment: U32
     dst_segment: U32
-    src_devices: tuple[str, ...]
-    dst_devices: tuple[str, ...]
+    own: Side
+    peer: Side
 
     def merged(self) -> Addresses:
         """Neighbours that continue each other on both sides, within one segment each, become one descriptor."""
@@ -131,17 +193,17 @@ class Addresses:
             length,
             self.src_segment[rows],
             self.dst_segment[rows],
-            self.src_devices,
-            self.dst_devices,
+            self.own,
+            self.peer,
         )
 
     def pairs(self) -> Iterator[tuple[str, str, Addresses]]:
         """The descriptors by kind of memory: source `cpu` or `cuda`, destination likewise."""
-        src = np.array([device != "cpu" for device in self.src_devices])
-        dst = np.array([device != "cpu" for device in self.dst_devices])
-        if not src.any() and not dst.any():
+        if self.own.host_only and self.peer.host_only:
             yield "cpu", "cpu", self
             return
+        src = np.array([device != "cpu" for device in self.own.devices])
+        dst = np.array([device != "cpu" for device in self.peer.devices])
         both = src[self.src_segment] * 2 + dst[self.dst_segment]
         for code in np.unique(both):
             rows = np.flatnonzero(both == code)
@@ -158,38 +220,39 @@ class Addresses:
                 done = int(total[start - 1]) if start else 0
                 end = int(np.searchsorted(total, np.uint64(done + options.max_bytes_per_post), "right"))
                 end = min(max(end, start + 1), start + options.max_descriptors_per_post)
-                yield Piece(part, start, min(end, count), (src_kind, dst_kind))
+                yield part._piece(slice(start, min(end, count)), (src_kind, dst_kind))
                 start = end
+
+    def _piece(self, at: slice, kinds: tuple[str, str]) -> Piece:
+        length = self.length[at]
+        return Piece(
+            (
+                _rows(self.src[at], length, self.own.index, self.src_segment[at]),
+                _rows(self.dst[at], length, self.peer.index, self.dst_segment[at]),
+            ),
+            kinds,
+            self.own.devices[int(self.src_segment[at.start])],
+        )
 
 
 @dataclass(slots=True)
 class Piece:
-    """Rows `start` to `end` of a part of a batch, all of one pair of memory kinds."""
+    """What one call hands to the library, all of one pair of memory kinds.
 
-    part: Addresses
-    start: int
-    end: int
+    rows: local and remote descriptors, each uint64 of shape [rows, 3]: address, length in bytes, device number.
+    kinds: `cpu` or `cuda`, each side. source_device: of the first row.
+    """
+
+    rows: tuple[Rows, Rows]
     kinds: tuple[str, str]
-
-    def rows(self) -> tuple[Rows, Rows]:
-        """Local and remote descriptors, each uint64 of shape [rows, 3]: address, length in bytes, device number."""
-        at = slice(self.start, self.end)
-        return (
-            _rows(self.part.src[at], self.part.length[at], self.part.src_segment[at], self.part.src_devices),
-            _rows(self.part.dst[at], self.part.length[at], self.part.dst_segment[at], self.part.dst_devices),
-        )
-
-    def source_device(self) -> str:
-        """Device of the first source row."""
-        return self.part.src_devices[int(self.part.src_segment[self.start])]
+    source_device: str
 
 
-def _rows(address: U64, length: U64, segment: U32, devices: tuple[str, ...]) -> Rows:
+def _rows(address: U64, length: U64, index: U64, segment: U32) -> Rows:
     rows = np.empty((address.shape[0], 3), np.uint64)
     rows[:, 0] = address
     rows[:, 1] = length
-    index = [0 if device == "cpu" else int(device.partition(":")[2]) for device in devices]
-    rows[:, 2] = np.array(index, np.uint64)[segment] if any(index) else 0
+    rows[:, 2] = index[segment]
     return rows
 
 
@@ -197,7 +260,7 @@ def _rows(address: U64, length: U64, segment: U32, devices: tuple[str, ...]) -> 
 class Work:
     """A transfer on its way through the backend's thread.
 
-    pieces: what is still to be handed over; None before the first look. handles: handed over and not finished.
+    addresses, pieces: what is still to be handed over; one of them. handles: handed over and not finished.
     exhausted: no more will be handed over; complete: because all of it was. handed: the transport got some of it.
     broken: a piece ended without proof. failed: why no more goes.
     host_only: neither side is device memory.
