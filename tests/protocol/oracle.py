@@ -98,8 +98,8 @@ def live(kind: str, space: AnySpace, request: Request) -> list[int]:
     if rule == "window" and isinstance(space, SwaTok):
         return [t for t in range(held, tokens) if t >= tokens - space.window_tokens]
     if rule == "groups" and isinstance(space, Scaled):
-        r = space.ratio
-        return [g for g in range(tokens) if g * r >= held and (g + 1) * r <= tokens]
+        r, first = space.ratio, first_listed(space.of, request)
+        return [g for g in range(tokens) if g * r >= first and (g + 1) * r <= tokens]
     if rule == "open group" and isinstance(space, Ring):
         closed = tokens - tokens % space.group_tokens
         return list(range(closed, tokens))

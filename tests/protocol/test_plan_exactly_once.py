@@ -21,6 +21,7 @@ from sglang_pd.protocol.handshake import compare
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.plan import Plan, compile_plan
+from sglang_pd.protocol.spaces import Scaled
 
 from . import oracle
 from .builders import NGRAM, ROPE, Part, Pools, Shape, Spec, build, every_kind
@@ -137,6 +138,7 @@ class Agreed:
     temp: tuple[int, ...]
     layers: dict[str, tuple[int, ...]]
     swa_allowed: bool
+    index_k: str
 
 
 def specs(rng: Random, side: Pools, agreed: Agreed) -> tuple[Spec, ...]:
@@ -149,20 +151,21 @@ def specs(rng: Random, side: Pools, agreed: Agreed) -> tuple[Spec, ...]:
         return part(name, (units,), unit, rows, replicated=True, **facts)
 
     page, virtual, one = side.page_tokens, side.virtual, [1]
+    index_k = {"tokens": virtual, "groups": side.scaled, "window": Scaled(of=side.swa, ratio=side.r)}[agreed.index_k]
     whole = [*divisors(page), page * side.dcp]
     context = side.dcp > 1 or rng.random() < 0.3
     context_kv = context and agreed.context_kv > 0
     tok = divisors(page)
     kv_rows = tok if context_kv else whole
     heads, kv = agreed.context_kv or agreed.kv, (agreed.kv,)
-    scale_rows = rng.choice(divisors(page))
+    scale_rows = rng.choice(divisors(page if agreed.index_k == "tokens" else page // side.r))
     ring = divisors(side.ring_width)
     made = [
         Spec("KV", virtual, (part("k", (heads,), 3, kv_rows), part("v", (heads,), 2, kv_rows)), local=context_kv),
         Spec("MLA", virtual, (copies("latent", 5, 1, tok), copies("rope", 3, 1, tok)), local=context),
         Spec(
             "INDEX_K",
-            virtual,
+            index_k,
             (
                 Part("key", (4,), 1, replicated=True, rows_per_item=scale_rows),
                 Part("scale", (1,), 4, replicated=True, rows_per_item=scale_rows),
@@ -205,6 +208,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     rng = Random(seed)
     tps = (tp_s, tp_d)
     src, dst = pools(rng, shared, dcp_s, tokens), pools(rng, shared, dcp_d, tokens)
+    no_context = dcp_s == dcp_d == 1
     agreed = Agreed(
         kv=fitting(rng, tps),
         context_kv=context_heads(tps, (dcp_s, dcp_d)),
@@ -212,9 +216,10 @@ def pairs(draw: st.DrawFn) -> Pair:
         conv=tuple(fitting(rng, tps) for _ in range(3)),
         temp=(fitting(rng, tps),),
         layers={kind: tuple(sorted(rng.sample(range(5), rng.randrange(1, 3)))) for kind in oracle.LIVE},
-        swa_allowed=dcp_s == dcp_d == 1 and prefix % page == 0,
+        swa_allowed=no_context,
+        index_k=rng.choice(["tokens", "groups", "window"][: 2 + no_context]),
     )
-    if dcp_s == dcp_d == 1 and rng.random() < 0.5:
+    if no_context and rng.random() < 0.5:
         agreed = replace(agreed, context_kv=0)
     sides = []
     for name, pp, tp, own in (("prefill", pp_s, tp_s, src), ("decode", pp_d, tp_d, dst)):
