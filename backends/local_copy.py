@@ -1,9 +1,9 @@
 """Copy scattered ranges between mapped host memories: no compiled code, no Python loop over descriptors.
 
-numpy copies a list of items through one fancy-indexed assignment, provided that all are of one length. So ranges are
-cut into items of few lengths, each length is a *lane*, and a lane is copied in chunks small enough for the intermediate
-buffer to stay in the cache. numpy holds the interpreter lock while it copies fewer than 501 items at once, hence pages
-are cut into items of 2 KiB: the owner's thread runs on while copier threads copy.
+numpy copies a list of items through one fancy-indexed assignment, provided that all are of one length. So ranges of one
+length are a *lane*, and a lane is copied in chunks small enough for the intermediate buffer to stay in the cache. numpy
+holds the interpreter lock while it copies fewer than 501 items at once, unless each item is an array itself: then it
+gives the lock away, and other threads run. Hence long ranges are seen as two halves.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from sglang_pd.protocol.errors import PdError, TransferError
 I64 = NDArray[np.int64]
 Piece = Callable[[], object]
 
-ITEM_BYTES = 2048
-"""Longest item copied through numpy, in bytes."""
+HALVES_FROM_BYTES = 2048
+"""Ranges at least this long are copied as two halves each, shorter ones as one item and at least 512 at once."""
 
 DIRECT_BYTES = 256 << 10
-"""Ranges at least this long are moved whole by `memmove`, in pieces of `CHUNK_BYTES`."""
+"""Ranges at least this long are moved whole by `memmove`, in pieces of `MOVE_BYTES`."""
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
+MOVE_BYTES = 1 << 20
 """Bytes copied between two looks at the job's state."""
 
 LANES_BY_LENGTH = 8
-"""Tails of up to this many different lengths are lanes of their own; more are cut into powers of two."""
+"""Up to this many different lengths are lanes of their own."""
+
+ITEM_BYTES = 8192
+"""More different lengths are cut into items of this length and powers of two."""
 
 AWAIT_EVENT_S = 0.0002
 """Pause between two queries of a device event that source bytes depend on."""
@@ -60,19 +64,18 @@ class Ranges:
 
 
 class Lane:
-    """Ranges of `items` consecutive items of `item_bytes` each; `src` and `dst` are offsets from the spans' starts.
+    """Ranges of one length; `src` and `dst` are offsets from the spans' starts.
 
     numpy copies its intermediate buffer once more wherever a view might overlap it, hence views of spans, not of all
     memory.
     """
 
-    def __init__(self, ranges: Ranges, src: I64, dst: I64, item_bytes: int, items: int = 1) -> None:
-        self._from = np.asarray(_Window(ranges.src_span, item_bytes))
-        self._to = np.asarray(_Window(ranges.dst_span, item_bytes))
+    def __init__(self, ranges: Ranges, src: I64, dst: I64, nbytes: int) -> None:
+        self._from = np.asarray(_Window(ranges.src_span, nbytes))
+        self._to = np.asarray(_Window(ranges.dst_span, nbytes))
         self._src = src - ranges.src_span[0]
         self._dst = dst - ranges.dst_span[0]
-        self._steps = np.arange(0, items * item_bytes, item_bytes, dtype=np.int64) if items > 1 else None
-        self._chunk = max(1, CHUNK_BYTES // (item_bytes * items))
+        self._chunk = max(CHUNK_BYTES // nbytes, 1 if nbytes >= HALVES_FROM_BYTES else 512)
 
     def chunks(self) -> Iterator[Piece]:
         """Copies of slices of the ranges, each of about `CHUNK_BYTES`."""
@@ -80,44 +83,43 @@ class Lane:
             yield partial(self._copy, slice(start, start + self._chunk))
 
     def _copy(self, rows: slice) -> None:
-        src, dst = self._src[rows], self._dst[rows]
-        if self._steps is not None:
-            src, dst = (src[:, None] + self._steps).ravel(), (dst[:, None] + self._steps).ravel()
-        self._to[dst] = self._from[src]
+        self._to[self._dst[rows]] = self._from[self._src[rows]]
 
 
 class _Window:
-    """Memory as numpy's array interface describes it: items of one length, one starting at every byte."""
+    """Memory as numpy's array interface describes it: items of `nbytes`, one starting at every byte of the span.
 
-    def __init__(self, span: tuple[int, int], item_bytes: int) -> None:
+    Long items are rows of two halves, which overlap by a byte where `nbytes` is odd: that byte is copied twice.
+    """
+
+    def __init__(self, span: tuple[int, int], nbytes: int) -> None:
+        items = span[1] - span[0] - nbytes + 1
+        halves = nbytes >= HALVES_FROM_BYTES
+        half = -(-nbytes // 2)
         self.__array_interface__ = {
             "data": (span[0], False),
-            "shape": (span[1] - span[0] - item_bytes + 1,),
-            "strides": (1,),
-            "typestr": f"|V{item_bytes}",
+            "shape": (items, 2) if halves else (items,),
+            "strides": (1, nbytes - half) if halves else (1,),
+            "typestr": f"|V{half if halves else nbytes}",
             "version": 3,
         }
 
 
 def plan_lanes(ranges: Ranges) -> list[Lane]:
     """Cut ranges into lanes."""
-    src, dst = ranges.src, ranges.dst
-    whole, tail = np.divmod(ranges.length, ITEM_BYTES)
-    counts = _different(whole)
-    if len(counts) <= LANES_BY_LENGTH:
-        lanes = [Lane(ranges, src[whole == n], dst[whole == n], ITEM_BYTES, n) for n in counts]
-    else:
-        first = np.cumsum(whole) - whole
-        step = (np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(first, whole)) * ITEM_BYTES
-        lanes = [Lane(ranges, np.repeat(src, whole) + step, np.repeat(dst, whole) + step, ITEM_BYTES)]
-    done = ranges.length - tail
+    src, dst, length = ranges.src, ranges.dst, ranges.length
+    lengths = _different(length)
+    if len(lengths) <= LANES_BY_LENGTH:
+        return [Lane(ranges, src[length == n], dst[length == n], n) for n in lengths]
+    whole, tail = np.divmod(length, ITEM_BYTES)
+    first = np.cumsum(whole) - whole
+    step = (np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(first, whole)) * ITEM_BYTES
+    lanes = [Lane(ranges, np.repeat(src, whole) + step, np.repeat(dst, whole) + step, ITEM_BYTES)]
+    done = length - tail
     return lanes + _tails(ranges, src + done, dst + done, tail)
 
 
 def _tails(ranges: Ranges, src: I64, dst: I64, tail: I64) -> list[Lane]:
-    lengths = _different(tail)
-    if len(lengths) <= LANES_BY_LENGTH:
-        return [Lane(ranges, src[tail == n], dst[tail == n], n) for n in lengths]
     lanes = []
     for bit in range(ITEM_BYTES.bit_length() - 2, -1, -1):
         has = (tail >> bit) & 1 == 1
@@ -142,8 +144,8 @@ def plan_pieces(ranges: Ranges) -> Iterator[Piece]:
     if large.any():
         for at in np.flatnonzero(large).tolist():
             src, dst, length = int(ranges.src[at]), int(ranges.dst[at]), int(ranges.length[at])
-            for start in range(0, length, CHUNK_BYTES):
-                yield partial(ctypes.memmove, dst + start, src + start, min(CHUNK_BYTES, length - start))
+            for start in range(0, length, MOVE_BYTES):
+                yield partial(ctypes.memmove, dst + start, src + start, min(MOVE_BYTES, length - start))
         ranges = ranges.chosen(~large)
     for lane in plan_lanes(ranges):
         yield from lane.chunks()
