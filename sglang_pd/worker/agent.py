@@ -88,6 +88,7 @@ class RankAgent:
         self.source = SourceSide(facts.rank, backend, report, digest=reader.digest, deadline_s=deadline_s)
         self.destination = DestinationSide(facts.rank, backend, report, digest=reader.digest)
         self.stopped = False
+        self._described = backend.describe()
 
     def manifest(self) -> RankManifest:
         """What this rank states about itself. Raises `ManifestError` for components that do not fit their segments."""
@@ -119,7 +120,9 @@ class RankAgent:
 
     def join(self) -> None:
         """Report this rank to its control: at start, and whenever the control is new."""
-        manifest = msgspec.msgpack.encode(self.manifest())
+        stated = self.manifest()
+        self._described = stated.transport.connect
+        manifest = msgspec.msgpack.encode(stated)
         self._report(Joined(rank=self.facts.rank, epoch=self.facts.epoch, manifest=manifest))
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
@@ -205,8 +208,11 @@ class RankAgent:
         for _ in range(len(self._calls)):
             self._calls.popleft()()
         self.backend.progress()
-        flying = self.source.step()
-        return self.destination.step() or flying
+        flying, was_seeking = self.source.step(), self.destination.seeking
+        self.destination.step()
+        if was_seeking and self.backend.describe() != self._described:
+            self.join()  # the fence cost every connection: peers must learn of the rebuilt transport
+        return flying or self.destination.seeking
 
 
 def placeholder_lists(needed: Mapping[AnySpace, str], prompt: Prompt) -> IndexLists:

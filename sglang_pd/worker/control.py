@@ -115,13 +115,17 @@ class InstanceControl:
         return lambda report: self._reports.append((rank, report))
 
     def _join(self, joined: Joined, reach: Callable[[AnyOrder], None], *, remote: bool) -> None:
+        known = self.ranks.epoch_of(joined.rank)
         changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
-        if self.desk is not None and changed:
-            self._fail(f"rank {joined.rank} was restarted; its instance starts anew")
-        elif self.desk is None and not self.ranks.missing:
-            self._all_joined()
+        if self.desk is None or self.peering is None:
+            if not self.ranks.missing:
+                self._all_joined()
+        elif changed and known == joined.epoch:
+            self._renew(joined.rank)
+        elif changed:
+            self._fail(f"rank {joined.rank} was restarted: its memory is new, the instance must start anew")
 
-    def _all_joined(self) -> None:
+    def _own(self) -> Self:
         config = self.config
         manifest = InstanceManifest(
             instance_id=config.instance_id,
@@ -131,12 +135,26 @@ class InstanceControl:
             max_tokens=config.max_tokens,
             ranks=self.ranks.manifests,
         )
-        own = Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
-        self.peering = Peering(own, self.link, self)
-        self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=config.limits, verify=config.verify)
+        return Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
+
+    def _all_joined(self) -> None:
+        self.peering = Peering(self._own(), self.link, self)
+        self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
         for address, key in self._calls_before_ready:
             self.peering.call(address, key, self._clock())
         self._calls_before_ready.clear()
+
+    def _renew(self, rank: RankId) -> None:
+        """A rank rebuilt its transport to prove a fence: what was on its way to it is void, peers must meet it anew."""
+        if self.desk is None or self.peering is None:
+            return
+        cause = ErrorInfo(
+            code="transfer_failed",
+            message="the destination's transport was rebuilt to prove a fence",
+            where=f"rank {rank}",
+        )
+        self.desk.fail_received(cause, self._clock())
+        self.peering.renew(self._own())
 
     def _fail(self, message: str, rank: RankId | None = None) -> None:
         """The instance cannot go on: every room fails with this cause."""
@@ -223,7 +241,7 @@ class InstanceControl:
         now_s, waiting = self._clock(), []
         for pending in self._pending:
             talk = self.peering.call(pending.address, None, now_s)
-            if talk.stage is Stage.AGREED:
+            if talk.stage is Stage.AGREED and talk.renewal is None:
                 self.desk.open(pending.facts, talk.epoch, now_s)
             elif talk.stage is Stage.REFUSED and talk.error is not None:
                 self._refuse(pending.facts, RoomError(talk.error.message, code=talk.error.code, where=talk.instance))
@@ -262,6 +280,17 @@ class InstanceControl:
             return
         table = self.desk.prefill if talk.source else self.desk.decode
         table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock())
+        self._pair_ranks(talk)
+        self._try_pending()
+
+    def renewed(self, talk: Conversation) -> None:
+        """See `peering.Heard`."""
+        self._pair_ranks(talk)
+        self._try_pending()
+
+    def _pair_ranks(self, talk: Conversation) -> None:
+        if self.peering is None or talk.manifest is None:
+            return
         own, peer = self.peering.own.encoded, msgspec.msgpack.encode(talk.manifest)
         prefill, decode = (own, peer) if talk.source else (peer, own)
         self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode))
@@ -314,7 +343,9 @@ class InstanceControl:
             self._on_paired(rank, report)
         elif isinstance(report, PeerFault) and self.peering is not None:
             self.peering.give_up(report.peer_epoch, report.error)
-        elif self.desk is not None and not isinstance(report, Alive | Joined):
+        elif isinstance(report, Joined):
+            self._join(report, self.ranks.reach_of(rank), remote=False)
+        elif self.desk is not None and not isinstance(report, Alive):
             self.desk.report(rank, report, self._clock())
 
     def _on_paired(self, rank: RankId, report: Paired) -> None:

@@ -17,7 +17,7 @@ import xxhash
 from sglang_pd.protocol.errors import ErrorInfo, IncompatiblePeer, PdError, RemoteProtocolError
 from sglang_pd.protocol.handshake import compare
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
-from sglang_pd.protocol.messages import Hello, HelloConfirm, HelloReply, Message, Verdict
+from sglang_pd.protocol.messages import Hello, HelloConfirm, HelloReply, Verdict
 from sglang_pd.protocol.pairing import Pairing, pairing_of, refused
 from sglang_pd.protocol.plan import PACKING_ORDER
 from sglang_pd.worker.link import Party
@@ -61,6 +61,7 @@ class Conversation:
     """One peer instance as this side knows it. source: this side is prefill in the pair.
 
     address: where this side calls, empty for callers. paired: what own ranks said of their connections.
+    renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt), while the old one stands.
     """
 
     party: Party
@@ -79,11 +80,23 @@ class Conversation:
     started_s: float = 0.0
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
+    renewal: Conversation | None = None
+
+    def renew(self) -> Conversation:
+        """Start the handshake of a new manifest beside the one that stands."""
+        self.renewal = Conversation(self.party, self.source, self.address, epoch=self.epoch)
+        return self.renewal
+
+    def adopt(self, renewed: Conversation) -> None:
+        """The new manifest is agreed: it replaces the old one."""
+        self.manifest, self.manifest_digest = renewed.manifest, renewed.manifest_digest
+        self.pairing, self.verdict, self.error = renewed.pairing, renewed.verdict, renewed.error
+        self.paired, self.renewal = {}, None
 
     def restart(self) -> None:
         """Forget an incarnation and call again."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
-        self.paired, self.next_send_s = {}, 0.0
+        self.paired, self.next_send_s, self.renewal = {}, 0.0, None
 
 
 def hello(own: Self) -> Hello:
@@ -198,8 +211,3 @@ def _verdict(talk: Conversation) -> Verdict:
     if talk.verdict is None:
         raise IncompatiblePeer("no verdict yet", where=talk.instance)
     return talk.verdict
-
-
-def to_send(own: Self, talk: Conversation) -> Message | None:
-    """What a caller repeats while it is not answered."""
-    return hello(own) if talk.stage is Stage.CALLING and not talk.source else None

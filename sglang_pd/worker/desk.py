@@ -259,6 +259,11 @@ class RoomDesk:
         self._carry(Role.PREFILL, self.prefill.lose_peer(peer_epoch, error, now_s))
         self._carry(Role.DECODE, self.decode.lose_peer(peer_epoch, error, now_s))
 
+    def fail_received(self, error: ErrorInfo, now_s: float) -> None:
+        """Fail every room that this side receives."""
+        self._now_s = now_s
+        self._carry(Role.DECODE, self.decode.fail_all(error, now_s))
+
     def fail_all(self, error: ErrorInfo, now_s: float) -> None:
         """Fail every room that has not ended."""
         self._now_s = now_s

@@ -65,8 +65,16 @@ class DestinationSide:
         else:
             writers.seeking = True
 
-    def step(self) -> bool:
-        """Ask the backend again for every fence that is sought. True while one is open."""
+    @property
+    def seeking(self) -> bool:
+        """True while a fence is sought."""
+        return any(writers.seeking for writers in self._writers.values())
+
+    def step(self) -> None:
+        """Ask the backend again for every fence that is sought.
+
+        A proof that costs the whole backend changes what `describe` says; the agent notices and joins anew.
+        """
         for peer_epoch, writers in list(self._writers.items()):
             if not writers.seeking:
                 continue
@@ -74,7 +82,6 @@ class DestinationSide:
             if not writers.open_epochs:
                 del self._writers[peer_epoch]
                 self._report(Revoked(peer_epoch=peer_epoch))
-        return any(writers.seeking for writers in self._writers.values())
 
     def check(self, order: Check) -> None:
         """Digest what a record claims to have written into this rank."""

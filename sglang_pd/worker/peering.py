@@ -27,6 +27,9 @@ class Heard(Protocol):
     def agreed(self, talk: Conversation) -> None:
         """Both sides accept: ranks can meet, rooms can open."""
 
+    def renewed(self, talk: Conversation) -> None:
+        """Both sides accept a new manifest of the same incarnation: ranks must meet again."""
+
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """That incarnation is gone, agreed or not."""
 
@@ -136,6 +139,9 @@ class Peering:
                 self._say(talk, answer(self.own, talk, epoch, message))  # its reply was lost
                 talk.stage = Stage.AGREED
                 return
+            if talk.epoch == epoch:
+                self._say(talk, answer(self.own, talk.renew(), epoch, message))
+                return
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
         talk = Conversation(party, source=True, started_s=now_s)
         self._callers[party] = talk
@@ -152,19 +158,39 @@ class Peering:
     def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
         if talk.source:
             raise RemoteProtocolError("a prefill is not answered", where="HelloReply")
-        if talk.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
+        current = talk.renewal or talk
+        if current.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
             self.counts["late_replies"] += 1
             return
-        self._say(talk, confirm(self.own, talk, epoch, message))
-        self._settled(talk)
+        self._say(talk, confirm(self.own, current, epoch, message))
+        self._settled(talk, current)
 
     def _on_confirm(self, talk: Conversation, message: HelloConfirm) -> None:
-        if talk.stage is Stage.AGREED:
-            return
-        confirmed(self.own, talk, message)
-        self._settled(talk)
+        current = talk.renewal or talk
+        if current.stage is not Stage.AGREED:
+            confirmed(self.own, current, message)
+            self._settled(talk, current)
 
-    def _settled(self, talk: Conversation) -> None:
+    def renew(self, own: Self) -> None:
+        """This side states something new of itself under the same epoch. Those it calls are told; rooms stay."""
+        self.own = own
+        for talk in self._called.values():
+            if talk.stage is Stage.AGREED:
+                talk.renew()
+            else:
+                talk.restart()
+            talk.next_send_s = 0.0
+
+    def _settled(self, talk: Conversation, current: Conversation) -> None:
+        if current is not talk and current.stage is Stage.AGREED:
+            talk.adopt(current)
+            self._heard.renewed(talk)
+            return
+        if current is not talk:
+            self._drop(
+                talk, current.error or ErrorInfo(code="peer_incompatible", message="the new manifest is refused")
+            )
+            return
         if talk.stage is not Stage.AGREED:
             self._heard.refused(talk)
             return
@@ -249,6 +275,8 @@ class Peering:
                     rooms=rooms_with(talk.epoch),
                 )
                 self._say(talk, beat)
+                if talk.renewal is not None and talk.address:
+                    self._say(talk, hello(self.own))
             elif talk.address and not self.draining:
                 refused = talk.stage is Stage.REFUSED
                 talk.stage = Stage.CALLING if refused else talk.stage

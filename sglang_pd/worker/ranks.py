@@ -47,6 +47,15 @@ class Ranks:
         self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote)
         return before is None or before.manifest != manifest
 
+    def epoch_of(self, rank: RankId) -> int | None:
+        """The epoch a rank joined with; None before."""
+        entry = self._ranks.get(rank)
+        return entry.manifest.epoch if entry else None
+
+    def reach_of(self, rank: RankId) -> Reach:
+        """How to reach a rank that joined."""
+        return self._ranks[rank].reach
+
     def heard(self, rank: RankId, now_s: float) -> bool:
         """A sign of life. False for a rank that has not joined this control."""
         entry = self._ranks.get(rank)

@@ -40,14 +40,17 @@ MAX_FORGOTTEN: Final = 65_536
 
 @dataclass(slots=True)
 class _Flight:
-    """One chunk on its way: all its transfers, and when it was posted."""
+    """One chunk on its way, with all its transfers and the peer of each."""
 
     chunk: Chunk
-    transfers: list[tuple[RankId, Transfer]]
-    posted_s: float
+    transfers: list[tuple[Peer, Transfer]]
 
     def states(self) -> list[TransferState]:
         return [transfer.poll() for _, transfer in self.transfers]
+
+    @property
+    def quiesced(self) -> bool:
+        return all(transfer.quiesced for _, transfer in self.transfers)
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class SourceSide:
         self._rooms: dict[int, _Room] = {}
         self._forgotten: OrderedDict[int, None] = OrderedDict()
         self._meetings: dict[int, _Meeting] = {}
+        self._leaving: list[Peer] = []
         self._waiting = 0
         self.bytes_written = 0
         self.descriptors_written = 0
@@ -101,25 +105,42 @@ class SourceSide:
     # --- peers -------------------------------------------------------------------------------------------------------
 
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
-        """Connect to every destination rank that this rank has bytes for. Raises `PdError`; then nothing is kept."""
+        """Connect to every destination rank that this rank has bytes for; connections that still hold are kept.
+
+        Raises `PdError`; then the former connections stand.
+        """
+        before = self._meetings.get(peer_epoch)
         peers: dict[RankId, Peer] = {}
+        new: list[Peer] = []
         try:
             for dst in pairing.decode.ranks:
-                if pairing.plan(self._rank, dst.rank).moves:
+                if not pairing.plan(self._rank, dst.rank).moves:
+                    continue
+                kept = before.peers.get(dst.rank) if before else None
+                if before and kept and before.pairing.decode.rank(dst.rank).transport == dst.transport:
+                    peers[dst.rank] = kept
+                else:
                     peers[dst.rank] = self._backend.connect(dst.transport.connect, dst.epoch)
+                    new.append(peers[dst.rank])
         except PdError:
-            for peer in peers.values():
-                self._backend.disconnect(peer)
+            self._leaving.extend(new)
             raise
-        self.unpair(peer_epoch)
+        if before:
+            self._leaving.extend(peer for peer in before.peers.values() if peer not in peers.values())
         self._meetings[peer_epoch] = _Meeting(pairing, peers)
         carried = sorted({peer.transport for peer in peers.values()})
         self._report(Paired(peer_epoch=peer_epoch, transport=" ".join(carried)))
 
     def unpair(self, peer_epoch: int) -> None:
-        """Disconnect. Rooms that still fly keep their transfers: a fence is owed all the same."""
+        """Forget a destination instance. Peers are disconnected once nothing of this rank can land there any more."""
         meeting = self._meetings.pop(peer_epoch, None)
-        for peer in meeting.peers.values() if meeting else ():
+        if meeting:
+            self._leaving.extend(meeting.peers.values())
+
+    def _disconnect_left(self) -> None:
+        flying = {id(p) for e in self._rooms.values() for f in e.flights if not f.quiesced for p, _ in f.transfers}
+        for peer in [peer for peer in self._leaving if id(peer) not in flying]:
+            self._leaving.remove(peer)
             self._backend.disconnect(peer)
 
     # --- the engine --------------------------------------------------------------------------------------------------
@@ -204,13 +225,13 @@ class SourceSide:
                 expected=f"start {entry.next_token}" if not entry.complete else "nothing after the last chunk",
                 actual=chunk,
             )
-        flight = _Flight(chunk, [], 0.0)
+        flight = _Flight(chunk, [])
         entry.flights.append(flight)  # before posting: what was posted is drained even if a later post raises
         for dst_rank, peer in meeting.peers.items():
             batch = bind(meeting.pairing.plan(self._rank, dst_rank), entry.indices, chunk)
             if len(batch):
                 transfer = self._backend.write(peer, batch, after=after, deadline_s=self._deadline_s)
-                flight.transfers.append((dst_rank, transfer))
+                flight.transfers.append((peer, transfer))
                 self.bytes_written += transfer.nbytes
                 self.descriptors_written += len(batch)
         entry.next_token, entry.complete = chunk.stop, chunk.last
@@ -218,6 +239,8 @@ class SourceSide:
     def step(self) -> bool:
         """Poll what flies and report news. True while anything is in flight or a fence is owed."""
         busy = False
+        if self._leaving:
+            self._disconnect_left()
         for room, entry in list(self._rooms.items()):
             if entry.flights or (entry.halted and entry.said is not True):
                 self._advance(room, entry)
@@ -229,8 +252,7 @@ class SourceSide:
             states = flight.states()
             bad = next((i for i, s in enumerate(states) if s in (TransferState.FAILED, TransferState.UNKNOWN)), None)
             if bad is not None:
-                dst_rank, transfer = flight.transfers[bad]
-                self._transfer_failed(room, entry, dst_rank, transfer)
+                self._transfer_failed(room, entry, *flight.transfers[bad])
         self._report_progress(room, entry)
         self._check_fence(room, entry)
 
@@ -287,17 +309,15 @@ class SourceSide:
 
     # --- failure and fences ------------------------------------------------------------------------------------------
 
-    def _transfer_failed(self, room: int, entry: _Room, dst_rank: RankId, transfer: Transfer) -> None:
+    def _transfer_failed(self, room: int, entry: _Room, peer: Peer, transfer: Transfer) -> None:
         error = transfer.error
         info = error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
         begun = entry.begun
         meeting = self._meetings.get(begun.peer_epoch) if begun else None
         self._fault(room, entry, info)
-        if begun and meeting and not meeting.fault and dst_rank in meeting.peers:
-            lost = meeting.peers[dst_rank].lost
-            if lost is not None:
-                meeting.fault = True
-                self._report(PeerFault(peer_epoch=begun.peer_epoch, error=lost.info()))
+        if begun and meeting and not meeting.fault and peer in meeting.peers.values() and peer.lost is not None:
+            meeting.fault = True
+            self._report(PeerFault(peer_epoch=begun.peer_epoch, error=peer.lost.info()))
 
     def _fault(self, room: int, entry: _Room, info: ErrorInfo) -> None:
         if entry.faulted:
@@ -310,28 +330,17 @@ class SourceSide:
     def _check_fence(self, room: int, entry: _Room) -> None:
         if not entry.halted or entry.begun is None or entry.said is True:
             return
-        open_flights = [f for f in entry.flights if not all(t.quiesced for _, t in f.transfers)]
-        unknown = [
-            (rank, transfer)
-            for flight in open_flights
-            for rank, transfer in flight.transfers
-            if transfer.poll() is TransferState.UNKNOWN
-        ]
-        if open_flights and not unknown:
-            return  # still flying: it will be DONE, FAILED or UNKNOWN by its deadline
-        proven = not open_flights or self._peers_fenced(entry, {rank for f in open_flights for rank, _ in f.transfers})
+        flying = [flight for flight in entry.flights if not flight.quiesced]
+        unknown = [t for flight in flying for _, t in flight.transfers if t.poll() is TransferState.UNKNOWN]
+        if flying and not unknown:
+            return  # it will be DONE, FAILED or UNKNOWN by its deadline
+        proven = not flying or all(self._backend.fence(peer) for peer in _peers_of(flying))
         if proven or entry.said is None:
             entry.said = proven
-            reason = "" if proven else str(unknown[0][1].error or "the transport cannot prove that it drained")
+            reason = "" if proven else str(unknown[0].error or "the transport cannot prove that it drained")
             self._report(Fenced(room=room, generation=entry.begun.generation, fenced=proven, reason=reason[:2000]))
         if proven:
             entry.flights.clear()
-
-    def _peers_fenced(self, entry: _Room, ranks: set[RankId]) -> bool:
-        meeting = self._meetings.get(entry.begun.peer_epoch) if entry.begun else None
-        return meeting is not None and all(
-            rank in meeting.peers and self._backend.fence(meeting.peers[rank]) for rank in ranks
-        )
 
     @property
     def in_flight(self) -> int:
@@ -342,6 +351,11 @@ class SourceSide:
     def rooms(self) -> int:
         """Rooms kept."""
         return len(self._rooms)
+
+
+def _peers_of(flights: list[_Flight]) -> list[Peer]:
+    """Peers of transfers that may still land, each once."""
+    return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not t.quiesced}.values())
 
 
 def _no_peer(epoch: int) -> ErrorInfo:
