@@ -30,7 +30,7 @@ class RankPools:
 
     def __init__(self, layout: RankLayout, segments: Sequence[Segment]) -> None:
         self.layout = layout
-        self._segments = tuple(segments)
+        self.segments = tuple(segments)
         self._regions: dict[RegionKey, tuple[Region, AnySpace]] = {
             (component.kind, *region.key): (region, component.space)
             for component in layout.components
@@ -42,7 +42,7 @@ class RankPools:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def _check(self, key: RegionKey, region: Region, space: AnySpace) -> None:
-        have = self._segments[region.segment].nbytes if region.segment < len(self._segments) else 0
+        have = self.segments[region.segment].nbytes if region.segment < len(self.segments) else 0
         need = region.offset + region.span_bytes(space)
         if need > have:
             raise BackendError(
@@ -71,14 +71,14 @@ class RankPools:
     def array(self, kind: str, layer_id: int, part: str) -> NDArray[Any]:
         """Host view [items, rows_per_item, outer_count, units, *unit_shape]."""
         region, _, view = self._find((kind, layer_id, part))
-        raw = host_bytes(self._segments[region.segment])
+        raw = host_bytes(self.segments[region.segment])
         return strided_array(raw, view.dtype, region.offset, view.shape, region.stride_bytes)
 
     def tensor(self, kind: str, layer_id: int, part: str) -> torch.Tensor:
         """The same view as a tensor, on the segment's device."""
         region, _, view = self._find((kind, layer_id, part))
         if region.segment not in self._tensors:
-            self._tensors[region.segment] = segment_tensor(self._segments[region.segment])
+            self._tensors[region.segment] = segment_tensor(self.segments[region.segment])
         return strided_tensor(
             self._tensors[region.segment], view.dtype, region.offset, view.shape, region.stride_bytes
         )  # fmt: skip
@@ -88,7 +88,7 @@ class RankPools:
         region, space, view = self._find((kind, layer_id, part))
         shape = (region.items(space), region.rows_per_item, region.row_bytes)
         return strided_array(
-            host_bytes(self._segments[region.segment]), "uint8", region.offset, shape, region.stride_bytes
+            host_bytes(self.segments[region.segment]), "uint8", region.offset, shape, region.stride_bytes
         )  # fmt: skip
 
     def slots(self, kind: str, layer_id: int, part: str) -> torch.Tensor:
@@ -140,7 +140,7 @@ class RankPools:
                     self.tensor(*key)[slot] = initial
 
     def _on_host(self, key: RegionKey) -> bool:
-        segment = self._segments[self._regions[key][0].segment]
+        segment = self.segments[self._regions[key][0].segment]
         return segment.device == "cpu" and self.layout.views[key].dtype in NUMPY_DTYPES
 
 

@@ -1,0 +1,145 @@
+"""Adoption: an engine's own tensors, with its own strides, hand over as well as ours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.hybrid_state import PAGE, capacity, copy_chunk, fill, hybrid_state, instance
+from support.stub_backend import StubBackend
+
+from sglang_pd.memory.adopt import Buffer, adopt_rank, array_buffer, tensor_buffer
+from sglang_pd.memory.allocator import Allocator, Policy
+from sglang_pd.memory.layout import Capacity, RegionKey, layout_rank, rank_shapes
+from sglang_pd.memory.live import live_rows
+from sglang_pd.memory.pools import RankPools
+from sglang_pd.memory.scope import Scope
+from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
+from sglang_pd.protocol.bind import Chunk
+from sglang_pd.protocol.errors import BackendError, ManifestError
+from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.protocol.pairing import Pairing
+
+ALONE = (Topology(), RankId(0, 0))
+KEYS: list[RegionKey] = [("KV", 0, "k"), ("KV", 0, "v"), ("KV", 1, "k"), ("KV", 1, "v")]
+TWO_LAYERS = StateSpec(
+    (ComponentSpec("KV", "tokens", tuple(RegionSpec(part, (0, 1), "float32", 2, (3,)) for part in ("k", "v"))),), 2
+)
+SIZE = Capacity(3 * PAGE, PAGE)
+
+
+def separate() -> dict[RegionKey, torch.Tensor]:
+    return {key: torch.zeros(4 * PAGE, 2, 3) for key in KEYS}
+
+
+def one_allocation() -> dict[RegionKey, torch.Tensor]:
+    whole = torch.zeros(2, 2, 4, PAGE, 2, 3)
+    return {key: whole[key[1], int(key[2] == "v")] for key in KEYS}
+
+
+def interleaved_by_page() -> dict[RegionKey, torch.Tensor]:
+    whole = torch.zeros(4, 2, 2, PAGE, 2, 3)
+    return {key: whole[:, key[1], int(key[2] == "v")] for key in KEYS}
+
+
+def larger_than_needed() -> dict[RegionKey, torch.Tensor]:
+    return {key: torch.zeros(9, PAGE, 2, 3) for key in KEYS}
+
+
+def of_numpy() -> dict[RegionKey, np.ndarray]:
+    whole = np.zeros((4, 2, 2, PAGE, 6), np.float32)
+    return {key: whole[:, key[1], int(key[2] == "v")] for key in KEYS}
+
+
+@pytest.mark.parametrize("make", [separate, one_allocation, interleaved_by_page, larger_than_needed, of_numpy])
+def test_adopted_tensors_hand_over_and_are_handed_over_to(make: object) -> None:
+    """Own pools -> adopted tensors -> own pools: the bytes that come back are those that left."""
+    tensors = make()  # type: ignore[operator]
+    backend = StubBackend()
+    scope = Scope(backend)
+    wrap = array_buffer if make is of_numpy else tensor_buffer
+    layout = adopt_rank(scope, TWO_LAYERS, SIZE, ALONE, {k: wrap(t) for k, t in tensors.items()})
+    assert len(backend.adopted) == (4 if make in (separate, larger_than_needed) else 1)
+    adopted = RankPools(layout, scope.segments)
+    adopted.tensor("KV", 1, "v")[2, 3, 0, 1, 2] = 5.0
+    assert torch.as_tensor(tensors["KV", 1, "v"]).reshape(-1, PAGE, 2, 3)[2, 3, 1, 2] == 5.0
+
+    own_layout = layout_rank(TWO_LAYERS, Capacity(5 * PAGE, PAGE), *ALONE)
+    own = [RankPools(own_layout, Scope(StubBackend()).allocate_layout(own_layout)) for _ in range(2)]
+    for key in KEYS:
+        own[0].tensor(*key).copy_(torch.randn(own[0].tensor(*key).shape))
+    fill(own[1], 0xEE)
+    leases = [
+        Allocator(layout.roots, Policy("random", seed)).lease(19)
+        for seed, layout in ((1, own_layout), (2, layout), (3, own_layout))
+    ]
+    prompt = Prompt(19)
+    for src, dst, a, b in ((own[0], adopted, *leases[:2]), (adopted, own[1], *leases[1:])):
+        pairing = Pairing(instance("p", [src.layout]), instance("d", [dst.layout]))
+        room = pairing.room(prompt, a.lists(prompt), b.lists(prompt))
+        copy_chunk(pairing, room, Chunk(0, 19, last=True), [src], [dst])
+    for key in KEYS:
+        first = live_rows(own[0], key, leases[0].lists(prompt), prompt)[1]
+        last = live_rows(own[1], key, leases[2].lists(prompt), prompt)[1]
+        assert first.any()
+        np.testing.assert_array_equal(first, last)
+
+
+def test_every_kind_can_be_adopted() -> None:
+    state, size = hybrid_state(), capacity(4)
+    tensors = {
+        s.key: torch.zeros(s.view.shape, dtype=getattr(torch, s.region.dtype)) for s in rank_shapes(state, size, *ALONE)
+    }
+    scope = Scope(StubBackend())
+    layout = adopt_rank(scope, state, size, ALONE, {k: tensor_buffer(t) for k, t in tensors.items()})
+    pools = RankPools(layout, scope.segments)
+    for number, key in enumerate(pools.keys):
+        pools.tensor(*key).fill_(number + 1)
+        assert (tensors[key] == number + 1).all()
+    assert set(pools.keys) == set(layout_rank(state, size, *ALONE).views)
+
+
+def test_local_refuses_an_engines_host_tensors_by_name() -> None:
+    scope = Scope(StubBackend(adopts=False))
+    with pytest.raises(BackendError) as caught:
+        adopt_rank(scope, TWO_LAYERS, SIZE, ALONE, {k: tensor_buffer(t) for k, t in separate().items()})
+    assert (caught.value.code, caught.value.where) == ("backend_unsupported", "KV/0/k")
+
+
+def transposed() -> torch.Tensor:
+    return torch.zeros(2, 4 * PAGE, 3).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.zeros(4 * PAGE, 2, 3, dtype=torch.float64), "another dtype"),
+        (torch.zeros(3 * PAGE, 2, 3), "smaller than its index space"),  # the reserve was forgotten
+        (transposed(), "not items of contiguous rows"),
+        (torch.zeros(4 * PAGE, 2, 6)[..., ::2], "contiguous runs are not items"),
+        (torch.zeros(4, 2, PAGE, 4, 3)[:, 0, :, :2], "not items of contiguous rows"),
+        (torch.zeros(4, PAGE, 2, 3).flip(0).as_strided((4, PAGE, 2, 3), (0, 6, 3, 1)), "not items of contiguous rows"),
+    ],
+)
+def test_a_tensor_that_cannot_be_addressed_is_refused_before_anything_is_adopted(
+    tensor: torch.Tensor, why: str
+) -> None:
+    tensors = separate()
+    tensors["KV", 1, "k"] = tensor
+    scope = Scope(StubBackend())
+    with pytest.raises(ManifestError, match=why) as caught:
+        adopt_rank(scope, TWO_LAYERS, SIZE, ALONE, {k: tensor_buffer(t) for k, t in tensors.items()})
+    assert caught.value.where == "KV/1/k"
+    assert not scope.segments
+
+
+@pytest.mark.parametrize("change", ["missing", "extra"])
+def test_tensors_and_regions_must_match(change: str) -> None:
+    buffers: dict[RegionKey, Buffer] = {k: tensor_buffer(t) for k, t in separate().items()}
+    if change == "missing":
+        del buffers["KV", 1, "v"]
+    else:
+        buffers["KV", 2, "k"] = buffers["KV", 1, "k"]
+    with pytest.raises(ManifestError, match="KV"):
+        adopt_rank(Scope(StubBackend()), TWO_LAYERS, SIZE, ALONE, buffers)
