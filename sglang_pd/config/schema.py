@@ -26,7 +26,7 @@ Bytes = Annotated[int, Meta(ge=1, le=2**52, extra=BYTES)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=2**40)]
-Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]*$")]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -240,7 +240,7 @@ class WorkerConfig(Section, frozen=True):
         if self.instance_id is not None:
             return self.instance_id
         host = socket.gethostname() if is_wildcard(self.advertised_host) else self.advertised_host
-        return f"{self.role}-{host}-{self.bootstrap_address.port}".replace("%", ".")
+        return f"{self.role}-{host[:48]}-{self.bootstrap_address.port}".replace("%", ".")
 
 
 class RouterPrefill(Section, frozen=True):
