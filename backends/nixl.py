@@ -311,7 +311,7 @@ class NixlBackend(Backend):
         own, there, name = self._side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
         piece = single_piece(batch, own, there)
-        if piece is not None and (nbytes := int(piece.rows[0][0, 1])) <= self._options.max_bytes_per_post:
+        if piece is not None and (nbytes := int(batch.length[0])) <= self._options.max_bytes_per_post:
             return Work(NixlTransfer(name, nbytes, deadline_s), None, host_only, pieces=iter((piece,)))
         check_batch(batch, own.nbytes, there.nbytes, peer=name)
         src, dst = batch_addresses(batch, own.base, there.base)

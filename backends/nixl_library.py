@@ -35,8 +35,8 @@ log = logging.getLogger("sglang_pd.backends.nixl")
 TESTED_SERIES = "1.5"
 PIP = "pip install 'sglang-pd[nixl]'"
 
-Rows = NDArray[np.uint64]
-"""Descriptors as the library takes them: shape [descriptors, 3], uint64: address, length in bytes, device number."""
+Rows = NDArray[np.uint64] | list[tuple[int, int, int]]
+"""Descriptors as the library takes them: address, length in bytes, device number; an array has shape [rows, 3]."""
 
 _KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 _CODES = {

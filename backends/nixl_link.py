@@ -96,10 +96,11 @@ class Link:
                 continue
             if work.failed is None and self.in_flight() >= PIECES_IN_FLIGHT:
                 return False
-            if work.failed is None and agent is not None:
-                piece = self._next(work)
-                if piece is not None:
-                    self._post(agent, work, piece)
+            piece = self._next(work) if work.failed is None and agent is not None else None
+            if piece is not None and agent is not None:
+                self._post(agent, work, piece)
+                # Looking ahead tells at once whether that was the last.
+                if work.failed is not None or self._peek(work):
                     return True
             self._posting.popleft()
             work.complete = work.failed is None
@@ -109,7 +110,7 @@ class Link:
 
     def _exhaust(self, work: Work) -> None:
         work.exhausted = True
-        work.addresses = work.pieces = work.after = None
+        work.addresses = work.pieces = work.upcoming = work.after = None
         self._finish(work)
 
     def _refusal(self, work: Work) -> PdError | None:
@@ -137,11 +138,17 @@ class Link:
         return True
 
     def _next(self, work: Work) -> Piece | None:
-        if work.pieces is None:
-            if work.addresses is None:
-                return None
-            work.pieces = work.addresses.pieces(self._options)
-        return next(work.pieces, None)
+        if not self._peek(work):
+            return None
+        piece, work.upcoming = work.upcoming, None
+        return piece
+
+    def _peek(self, work: Work) -> bool:
+        if work.upcoming is None:
+            if work.pieces is None and work.addresses is not None:
+                work.pieces = work.addresses.pieces(self._options)
+            work.upcoming = next(work.pieces, None) if work.pieces is not None else None
+        return work.upcoming is not None
 
     def _post(self, agent: Agent, work: Work, piece: Piece) -> None:
         if piece.kinds[0] == "cuda":

@@ -22,6 +22,10 @@ U64 = NDArray[np.uint64]
 U32 = NDArray[np.uint32]
 
 
+FREE_LOOKS = 2
+"""Polls of a pending transfer that cost nothing; an owner that waits on `wakeup_fd` needs no more."""
+
+
 class NixlTransfer(Transfer):
     """State of one batch. Written by the backend's thread and, past the deadline, by whoever looks first."""
 
@@ -33,12 +37,14 @@ class NixlTransfer(Transfer):
         self._lock = threading.Lock()
         self._state = TransferState.PENDING
         self._error: PdError | None = None
+        self._looks = 0
 
     def poll(self) -> TransferState:
-        """The state now; see the contract. While PENDING it lets other threads of this process run."""
-        if self._state is TransferState.PENDING:
-            if not self.expired():
-                # A caller that polls in a loop would otherwise keep the interpreter from the thread that it waits for.
+        """The state now; see the contract. Never blocks; who asks again and again lets other threads run."""
+        if self._state is TransferState.PENDING and not self.expired():
+            self._looks += 1
+            if self._looks > FREE_LOOKS:
+                # A loop of polls would otherwise keep the interpreter from the very thread that it waits for.
                 time.sleep(0)
         return self._state
 
@@ -96,7 +102,7 @@ class Side:
 
     def row(self, table: RegionTable, region: int, offset: int, nbytes: int) -> tuple[int, int, int] | None:
         """Address, length, device number of one range; None where it is not plainly inside its region and segment."""
-        if not 0 <= region < table.segment.shape[0]:
+        if region >= table.segment.shape[0] or nbytes == 0:
             return None
         segment, base, size = int(table.segment[region]), int(table.base[region]), int(table.size_bytes[region])
         if segment >= len(self._plain) or offset + nbytes > size or base + size > self._plain[segment][1]:
@@ -119,27 +125,24 @@ def kind_of(device: str) -> str:
 
 
 def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
-    """The piece of a batch of one descriptor, without array arithmetic; None where it is not plainly in order.
+    """The piece of a batch of one descriptor, checked without arrays; None where it is not plainly in order.
 
     One descriptor is what latency is measured with, and a dozen calls on arrays of one element cost more than the copy.
+    What this says None to, `check_batch` judges.
     """
-    if batch.length.shape != (1,) or not (
-        batch.length.dtype == batch.src_offset.dtype == batch.dst_offset.dtype == np.uint64
-        and batch.src_region.dtype == batch.dst_region.dtype == np.uint32
-        and batch.src_offset.shape == batch.dst_offset.shape == batch.src_region.shape == batch.dst_region.shape == (1,)
-    ):
+    fields = (batch.src_region, batch.dst_region, batch.src_offset, batch.dst_offset, batch.length)
+    if [(one.shape, one.dtype.char) for one in fields] != _ONE:
         return None
-    nbytes, source, target = int(batch.length[0]), int(batch.src_region[0]), int(batch.dst_region[0])
-    local = own.row(batch.src, source, int(batch.src_offset[0]), nbytes)
-    remote = peer.row(batch.dst, target, int(batch.dst_offset[0]), nbytes)
-    if nbytes == 0 or local is None or remote is None:
+    source, target, src_offset, dst_offset, nbytes = (one.item() for one in fields)
+    local = own.row(batch.src, source, src_offset, nbytes)
+    remote = peer.row(batch.dst, target, dst_offset, nbytes)
+    if local is None or remote is None:
         return None
     device = own.device(batch.src, source)
-    return Piece(
-        (np.array([local], np.uint64), np.array([remote], np.uint64)),
-        (kind_of(device), kind_of(peer.device(batch.dst, target))),
-        device,
-    )
+    return Piece(([local], [remote]), (kind_of(device), kind_of(peer.device(batch.dst, target))), device)
+
+
+_ONE = [((1,), np.dtype(kind).char) for kind in (np.uint32, np.uint32, np.uint64, np.uint64, np.uint64)]
 
 
 @dataclass(slots=True)
@@ -239,7 +242,8 @@ class Addresses:
 class Piece:
     """What one call hands to the library, all of one pair of memory kinds.
 
-    rows: local and remote descriptors, each uint64 of shape [rows, 3]: address, length in bytes, device number.
+    rows: local and remote descriptors: address, length in bytes, device number; arrays of shape [rows, 3], uint64, or
+        lists of tuples.
     kinds: `cpu` or `cuda`, each side. source_device: of the first row.
     """
 
@@ -260,7 +264,8 @@ def _rows(address: U64, length: U64, index: U64, segment: U32) -> Rows:
 class Work:
     """A transfer on its way through the backend's thread.
 
-    addresses, pieces: what is still to be handed over; one of them. handles: handed over and not finished.
+    addresses, pieces: what is still to be handed over, one of them; upcoming: the next piece, looked at.
+    handles: handed over and not finished.
     exhausted: no more will be handed over; complete: because all of it was. handed: the transport got some of it.
     broken: a piece ended without proof. failed: why no more goes.
     host_only: neither side is device memory.
@@ -271,6 +276,7 @@ class Work:
     host_only: bool
     after: Any = None
     pieces: Iterator[Piece] | None = None
+    upcoming: Piece | None = None
     handles: list[Handle] = field(default_factory=list)
     exhausted: bool = False
     complete: bool = False
