@@ -307,3 +307,18 @@ def test_what_is_not_held_cannot_change_hands() -> None:
         with pytest.raises(PdError):
             forbidden(taken)
     assert (pool.free, pool.held, pool.withheld) == (3, 1, 0)
+
+
+def test_shared_window_pages_slide_away_like_own_ones() -> None:
+    a = allocator()
+    source = a.lease(3 * PAGE)
+    lease = a.lease(6 * PAGE, window_stop=3 * PAGE, prefix=(source, 3 * PAGE))
+    swa = SPACES["swa"]
+    assert (lease.holdings[swa].indices.size, lease.holdings[swa].shared) == (1, 1)
+    lease.advance(5 * PAGE)
+    lease.settle(5 * PAGE)
+    assert (lease.holdings[swa].first, lease.holdings[swa].shared) == (4, 0)
+    lease.arm()
+    lease.quarantine("gone", 0.0)
+    assert a.pools[swa].withheld == 1
+    a.check_integrity()
