@@ -59,7 +59,7 @@ from sglang_pd.backends.mori_library import (
 from sglang_pd.backends.mori_link import Link, Owner, Remote
 from sglang_pd.backends.mori_options import MoriOptions, check_environment, mori_settings, parse_options
 from sglang_pd.backends.mori_probe import probe
-from sglang_pd.backends.mori_transfer import Descriptors, MoriTransfer, Work, greeting
+from sglang_pd.backends.mori_transfer import FINAL, Descriptors, MoriTransfer, Work, greeting
 from sglang_pd.protocol.batch import U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
@@ -322,7 +322,8 @@ class MoriBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer ever posted to that incarnation is DONE or FAILED."""
-        return not self._open.get(self._own(peer).epoch)
+        open_ = self._open.get(self._own(peer).epoch, ())
+        return all(transfer.decided() in FINAL for transfer in list(open_))
 
     def revoke(self, epoch: int) -> bool:
         """Always False: there is no proof (`Capabilities.revoke_proof` is `none`)."""

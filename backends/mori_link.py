@@ -24,7 +24,7 @@ from typing import Any
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.mori_library import Call, EngineHost, log
 from sglang_pd.backends.mori_options import MoriOptions
-from sglang_pd.backends.mori_transfer import DOOR, MoriTransfer, Piece, Work, greeting
+from sglang_pd.backends.mori_transfer import DOOR, GREETING, MoriTransfer, Piece, Work, greeting
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 MAX_QUEUED = 65_536
@@ -166,13 +166,9 @@ class Link:
                 continue
             if work.failed is None and self._in_flight >= self._options.calls_in_flight:
                 return False
-            if work.failed is None:
-                piece = self._next(work)
-                if piece is not None:
-                    self._post(work, piece)
-                    return True
+            if work.failed is None and self._post_next(work):
+                return True
             self._queue.popleft()
-            work.complete = work.failed is None
             self._exhaust(work)
             return True
         return False
@@ -201,12 +197,18 @@ class Link:
         work.after = None
         return True
 
-    def _next(self, work: Work) -> Piece | None:
+    def _post_next(self, work: Work) -> bool:
+        """Hand over the next piece. False when that was the last, or it failed."""
         if work.pieces is None:
-            if work.descriptors is None:
-                return None
-            work.pieces = work.descriptors.pieces(self._options)
-        return next(work.pieces, None)
+            work.pieces = iter([GREETING]) if work.descriptors is None else work.descriptors.pieces(self._options)
+            work.head = next(work.pieces, None)
+        if work.head is not None:
+            self._post(work, work.head)
+        if work.failed is None:
+            # Looked up at once, so that whatever ends the link now finds a transfer that is all handed over complete.
+            work.head = next(work.pieces, None)
+            work.complete = work.head is None
+        return work.failed is None and not work.complete
 
     def _post(self, work: Work, piece: Piece) -> None:
         local = self.engine.door if piece.src_segment == DOOR else self.engine.memories[piece.src_segment]
@@ -245,7 +247,7 @@ class Link:
 
     def _exhaust(self, work: Work) -> None:
         work.exhausted = True
-        work.pieces = work.after = None
+        work.pieces = work.after = work.head = None
         self._finish(work)
 
     def _finish(self, work: Work) -> None:

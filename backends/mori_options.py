@@ -71,23 +71,30 @@ class MoriOptions:
 class _Range:
     low: float
     high: float
+    whole: bool = False
 
     def __call__(self, value: object) -> bool:
-        return _number(value) and self.low <= value <= self.high  # type: ignore[operator]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (self.whole and isinstance(value, float)):
+            return False
+        return self.low <= value <= self.high
 
     def __str__(self) -> str:
         return f"{self.low:g} to {self.high:g}"
 
 
+def _whole(low: int, high: int) -> _Range:
+    return _Range(low, high, whole=True)
+
+
 _WHOLE = {
-    "port": _Range(0, 65535),
-    "qp_per_transfer": _Range(1, 64),
-    "num_worker_threads": _Range(1, 64),
-    "max_blocks_per_call": _Range(1, 1 << 16),
-    "max_bytes_per_call": _Range(4096, 1 << 40),
-    "max_block_bytes": _Range(4096, LONGEST_BLOCK_BYTES),
-    "calls_in_flight": _Range(1, 64),
-    "max_engines": _Range(1, 64),
+    "port": _whole(0, 65535),
+    "qp_per_transfer": _whole(1, 64),
+    "num_worker_threads": _whole(1, 64),
+    "max_blocks_per_call": _whole(1, 1 << 16),
+    "max_bytes_per_call": _whole(4096, 1 << 40),
+    "max_block_bytes": _whole(4096, LONGEST_BLOCK_BYTES),
+    "calls_in_flight": _whole(1, 64),
+    "max_engines": _whole(1, 64),
 }
 _SECONDS = {
     "connect_timeout_s": _Range(0.01, 3600),
@@ -112,7 +119,7 @@ def parse_options(options: Mapping[str, Any]) -> MoriOptions:
                 hint=f"Did you mean {close[0]!r}?" if close else "",
             )
     for name, span in _WHOLE.items():
-        _expect(name, options, lambda v, s=span: isinstance(v, int) and s(v), f"a whole number, {span}")
+        _expect(name, options, span, f"a whole number, {span}")
     for name, span in _SECONDS.items():
         _expect(name, options, span, f"seconds, {span}")
     for name in ("insecure_data_plane", "allow_untested_version"):
@@ -123,10 +130,6 @@ def parse_options(options: Mapping[str, Any]) -> MoriOptions:
     _check_transport(parsed.transport)
     _check_host(parsed)
     return parsed
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _expect(name: str, options: Mapping[str, Any], valid: Callable[[Any], bool], expected: str) -> None:

@@ -78,7 +78,7 @@ def _judge(status: int, text: str, options: MoriOptions) -> None:
 
 def _unavailable(message: str, **facts: str) -> BackendUnavailable:
     facts.setdefault("where", "amd-mori, tried in a child process")
-    return BackendUnavailable(message, **facts)  # type: ignore[arg-type]
+    return BackendUnavailable(message, **facts)
 
 
 # The child

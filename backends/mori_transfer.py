@@ -87,6 +87,10 @@ class Piece:
     blocks: Blocks
 
 
+GREETING = Piece(DOOR, DOOR, Blocks([2048], [0], [8]))
+"""Eight bytes from our door to the peer's."""
+
+
 @dataclass(slots=True)
 class Descriptors:
     """A checked batch, arrays of shape [descriptors]: segment numbers (uint32), byte offsets and lengths (uint64)."""
@@ -122,7 +126,9 @@ class Descriptors:
 
     def _pair_changes(self) -> NDArray[np.bool_]:
         """Whether row i + 1 has another pair of segments than row i; shape [descriptors - 1]."""
-        return (self.src_segment[:-1] != self.src_segment[1:]) | (self.dst_segment[:-1] != self.dst_segment[1:])
+        changes: NDArray[np.bool_] = self.src_segment[:-1] != self.src_segment[1:]
+        changes |= self.dst_segment[:-1] != self.dst_segment[1:]
+        return changes
 
     def _grouped(self) -> Descriptors:
         """Rows of one pair of segments stand together, otherwise in their order."""
@@ -164,16 +170,18 @@ class Descriptors:
 class Work:
     """A transfer on its way through its link's thread.
 
-    descriptors: what to move; None for a greeting at the peer's door. pieces: what is still to be handed over; None
-    before the first look. calls: handed over and not finished. exhausted: no more will be handed over; complete:
-    because all of it was. broken: a call ended without success, or its end cannot be believed. failed: why no more
-    goes.
+    descriptors: what to move; None for a greeting at the peer's door.
+    pieces: what is still to be handed over, None before the first look; head: the next of them.
+    calls: handed over and not finished.
+    exhausted: no more will be handed over; complete: because all of it was.
+    broken: a call ended without success, or its end cannot be believed. failed: why no more goes.
     """
 
     transfer: MoriTransfer
     descriptors: Descriptors | None
     after: Any = None
     pieces: Iterator[Piece] | None = None
+    head: Piece | None = None
     calls: list[Call] = field(default_factory=list)
     exhausted: bool = False
     complete: bool = False
@@ -182,6 +190,5 @@ class Work:
 
 
 def greeting(peer: str, within_s: float) -> Work:
-    """Eight bytes from our door to the peer's: the first contact, and the heartbeat."""
-    blocks = Blocks([2048], [0], [8])
-    return Work(MoriTransfer(peer, 8, within_s), None, pieces=iter([Piece(DOOR, DOOR, blocks)]))
+    """The first contact, and the heartbeat: `GREETING`."""
+    return Work(MoriTransfer(peer, 8, within_s), None)

@@ -146,6 +146,8 @@ class _Rdma:
     def __init__(self, engine: IOEngine, config: RdmaBackendConfig) -> None:
         if "FAKE_MORI_HANG" in os.environ:
             _control.spin_for_ever()
+        if "FAKE_MORI_ABORT" in os.environ:
+            _abort("devices.size() > 0")
         if "FAKE_MORI_NO_NIC" in os.environ:
             raise RuntimeError("no active RDMA device on this host; set MORI_DISABLE_AUTO_XGMI=0 to use XGMI")
         if "FAKE_MORI_NO_GPU" in os.environ:
@@ -163,6 +165,7 @@ class _Rdma:
         self._registrations, self._memories = engine.registrations, engine.memories
         self.server = _control.Server(engine.config.host, engine.config.port, self._answer)
         self._lock = threading.Lock()
+        self._contacting: dict[str, threading.Lock] = {}
         self._addresses: dict[str, bytes] = {}
 
     def _answer(self, question: Any) -> Any:
@@ -179,6 +182,8 @@ class _Rdma:
 
     def contact(self, address: tuple[str, int], remote: MemoryDesc, hold: bool = False) -> Pair:
         with self._lock:
+            contacting = self._contacting.setdefault(remote.engine_key, threading.Lock())
+        with contacting:
             pair = self.pairs.get(remote.engine_key)
             if pair is None:
                 pid, fd, notes = _control.ask(address, {"op": "connect"}, hold)
