@@ -33,6 +33,7 @@ from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_pd.protocol.batch import U32, U64, RegionTable, WriteBatch, check_ranges
 from sglang_pd.protocol.errors import BackendError, PdError
@@ -247,7 +248,13 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
     `own_bytes` and `peer_bytes` have shape [segments]: the length of each registered segment. Costs a few reductions
     when offsets are plainly inside, one pass more when they are not. Raises `BackendError` (`segment_invalid`).
     """
-    fields = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
+    fields: tuple[NDArray[Any], ...] = (
+        batch.src_region,
+        batch.src_offset,
+        batch.dst_region,
+        batch.dst_offset,
+        batch.length,
+    )
     wanted = (np.uint32, np.uint64, np.uint32, np.uint64, np.uint64)
     for values, dtype in zip(fields, wanted, strict=True):
         if values.shape != (len(batch),) or values.dtype != dtype:
@@ -300,6 +307,19 @@ def _few_inside(table: RegionTable, region: U32, offset: U64, length: U64, segme
         if nbytes == 0 or start + nbytes > size:
             return False
     return True
+
+
+def batch_rows(batch: WriteBatch, rows: NDArray[np.bool_] | slice) -> WriteBatch:
+    """Some descriptors of a batch, chosen by a mask of shape [descriptors] or a slice."""
+    return WriteBatch(
+        src=batch.src,
+        dst=batch.dst,
+        src_region=batch.src_region[rows],
+        src_offset=batch.src_offset[rows],
+        dst_region=batch.dst_region[rows],
+        dst_offset=batch.dst_offset[rows],
+        length=batch.length[rows],
+    )
 
 
 def batch_addresses(batch: WriteBatch, own_base: U64, peer_base: U64) -> tuple[U64, U64]:

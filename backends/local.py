@@ -25,10 +25,11 @@ from sglang_pd.backends.base import (
     Segment,
     Transfer,
     batch_addresses,
+    batch_rows,
     check_batch,
 )
 from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
-from sglang_pd.backends.local_groups import HostGroups, batch_rows, copy_one
+from sglang_pd.backends.local_groups import HostGroups, copy_one
 from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
@@ -201,7 +202,7 @@ class LocalBackend(Backend):
                 actual=address.host,
                 hint="Choose a transport that leaves the host.",
             )
-        peer = open_peer(epoch, open_connection(address, self._epoch), self._cuda, self._segments)
+        peer = open_peer(epoch, open_connection(address, self._epoch), self._segments, self._side_for)
         self._peers.append(peer)
         for fd in peer.watched():
             self._wakeup.register(fd, select.EPOLLIN | select.EPOLLRDHUP)
@@ -342,6 +343,14 @@ class LocalBackend(Backend):
             self._cuda = CudaSide(device, self._notify)
         self._cuda.check_device(device)
         return self._cuda
+
+    def _side_for(self, uuid: bytes) -> CudaSide:
+        """This backend's GPU; a backend without one works with the GPU that has this UUID."""
+        if self._cuda is not None:
+            return self._cuda
+        from sglang_pd.backends.local_cuda import device_of
+
+        return self._device_side(device_of(uuid))
 
     def _check_registrable(self, wanted: list[Segment]) -> None:
         taken = [_key(segment) for segment in self._segments]

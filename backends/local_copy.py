@@ -165,6 +165,7 @@ class CopyJob:
         """`grouped` is called by a copier thread."""
         self.settled = False
         self.error: PdError | None = None
+        self.doubt: PdError | None = None
         self.after = after
         self._cancelled: PdError | None = None
         self._grouped: Callable[[], Sequence[Ranges]] | None = grouped

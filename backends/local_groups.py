@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sglang_pd.backends.local_copy import Ranges
 from sglang_pd.protocol.batch import U64, WriteBatch
@@ -45,12 +44,6 @@ class HostGroups:
         own, peer = divmod(pair, self.peer[0].shape[0])
         src, dst = int(self.own[0][own]), int(self.peer[0][peer])
         return (src, src + int(self.own[1][own])), (dst, dst + int(self.peer[1][peer]))
-
-
-def batch_rows(batch: WriteBatch, rows: NDArray[np.bool_]) -> WriteBatch:
-    """Some descriptors of a batch."""
-    columns = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
-    return WriteBatch(batch.src, batch.dst, *(column[rows] for column in columns))
 
 
 def copy_one(batch: WriteBatch, own_base: U64, peer_base: U64) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,8 +99,13 @@ class LocalPeer(Peer):
             self._pidfd = None
 
 
-def open_peer(epoch: int, connection: Connection, cuda: CudaSide | None, own: Sequence[Segment]) -> LocalPeer:
-    """Map what a connection brought. Raises `BackendError`; the connection is then closed."""
+def open_peer(
+    epoch: int, connection: Connection, own: Sequence[Segment], device_side: Callable[[bytes], CudaSide]
+) -> LocalPeer:
+    """Map what a connection brought. Raises `BackendError`; the connection is then closed.
+
+    device_side: this backend's GPU; where it has none yet, the one with the UUID given, or the first.
+    """
     peer = LocalPeer(epoch, connection)
     fds = iter(connection.fds)
     try:
@@ -109,10 +114,13 @@ def open_peer(epoch: int, connection: Connection, cuda: CudaSide | None, own: Se
                 peer.host_memory.append(map_peer_memory(next(fds), facts.nbytes))
                 peer.base[number] = peer.host_memory[-1].address
         if peer.on_device.any() or any(segment.device != "cpu" for segment in own):
-            from sglang_pd.backends.local_cuda import open_device_memory
+            from sglang_pd.backends.local_cuda import open_peer_memory
 
-            peer.device_memory = open_device_memory(cuda, connection.segments, peer.host_memory, own)
-            peer.cuda = peer.device_memory.side
+            uuids = [facts.device_uuid for facts in connection.segments if facts.device != "cpu"]
+            side = device_side(uuids[0] if uuids else b"")
+            theirs = [(memory.address, memory.nbytes) for memory in peer.host_memory]
+            peer.device_memory = open_peer_memory(side, connection.segments, theirs, own)
+            peer.cuda = side
             peer.base[peer.on_device] = peer.device_memory.addresses
     except BaseException:
         for fd in fds:

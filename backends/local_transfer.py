@@ -21,6 +21,10 @@ class Part(Protocol):
     def error(self) -> PdError | None:
         """Why not all of it landed."""
 
+    @property
+    def doubt(self) -> PdError | None:
+        """Why it will never be known whether it landed; such a part never settles."""
+
     def cancel(self, cause: PdError) -> None:
         """Start nothing more of it."""
 
@@ -48,6 +52,9 @@ class LocalTransfer(Transfer):
             self._error = errors[0] if errors else None
             self._state = TransferState.FAILED if errors else TransferState.DONE
             self._parts = []
+        elif any(part.doubt for part in self._parts):
+            self._state = TransferState.UNKNOWN
+            self._error = next(part.doubt for part in self._parts if part.doubt)
         elif time.monotonic() > self._deadline and self._state is TransferState.PENDING:
             self._state = TransferState.UNKNOWN
             self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_pd.protocol.batch import U64, RegionTable, WriteBatch
+from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.testing.case import case
 from sglang_pd.testing.cases_bytes import exact, one_item
@@ -21,9 +23,10 @@ def _must_refuse(link: Link, batch: WriteBatch, what: str) -> None:
 
 
 def _bad_column(batch: WriteBatch, name: str, row: int, value: int) -> WriteBatch:
-    column: U64 = getattr(batch, name).copy()
+    column: NDArray[Any] = getattr(batch, name).copy()
     column[row] = value
-    return replace(batch, **{name: column})
+    changed: dict[str, Any] = {name: column}
+    return replace(batch, **changed)
 
 
 def _bad_table(table: RegionTable, segment: int) -> RegionTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_pd.backends.base import batch_rows
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.testing.case import Figures, case
 from sglang_pd.testing.lab import MIB, CaseSkipped, Lab, Link, RemoteRefusal, canaries, compare, load, require
@@ -176,7 +177,7 @@ def many_writers_one_peer(lab: Lab) -> None:
     wanted = [(sizes, spec.src_device), (sizes, spec.src_device), (sizes, spec.dst_device)]
     first, second, target = lab.spawn_many(wanted)
     whole = pages(80, 256, 16384, sizes, sizes)
-    halves = [_rows(whole, slice(0, 128)), _rows(whole, slice(128, 256))]
+    halves = [batch_rows(whole, slice(0, 128)), batch_rows(whole, slice(128, 256))]
     links = [lab.connect(writer, target) for writer in (first, second)]
     expected = canary_images(sizes)
     canaries(target)
@@ -209,8 +210,3 @@ def one_writer_many_peers(lab: Lab) -> None:
         expected = canary_images(sizes)
         apply_batch(batch, images, expected)
         compare(link.target, expected, "one writer, three peers")
-
-
-def _rows(batch: WriteBatch, rows: slice) -> WriteBatch:
-    columns = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
-    return WriteBatch(batch.src, batch.dst, *(column[rows] for column in columns))

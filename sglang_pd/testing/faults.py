@@ -27,6 +27,7 @@ from sglang_pd.backends.base import (
     Segment,
     Transfer,
     TransferState,
+    batch_rows,
 )
 from sglang_pd.backends.registry import create_backend, register_backend
 from sglang_pd.protocol.batch import WriteBatch
@@ -308,7 +309,7 @@ class FaultyBackend(WrappedBackend):
         if fault.kind == "partial":
             transfer = FaultyTransfer(peer, batch.total_bytes, TransferState.PENDING, None)
             transfer.ends_as = injected
-            part = _first(batch, int(len(batch) * fault.fraction))
+            part = batch_rows(batch, slice(0, int(len(batch) * fault.fraction)))
             return transfer.at(self._clock, now, lambda: post(part))
         if fault.kind == "late":
             unknown = TransferError("injected: late", code="transfer_unknown", where="faulty", write=self.writes)
@@ -325,11 +326,6 @@ class FaultyBackend(WrappedBackend):
         for one in self._open:
             one.step()
         self._open = [one for one in self._open if one.may_land or not one.quiesced]
-
-
-def _first(batch: WriteBatch, count: int) -> WriteBatch:
-    columns = (batch.src_region, batch.src_offset, batch.dst_region, batch.dst_offset, batch.length)
-    return WriteBatch(batch.src, batch.dst, *(column[:count] for column in columns))
 
 
 class FaultyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -118,7 +118,7 @@ def apply_batch(batch: WriteBatch, src: Sequence[Bytes], dst: Sequence[Bytes]) -
 
 def batch_to_wire(batch: WriteBatch) -> dict[str, bytes]:
     """The batch as named byte strings."""
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "src_segment": batch.src.segment,
         "src_base": batch.src.base,
         "src_size": batch.src.size_bytes,

@@ -1,0 +1,84 @@
+"""From checked ranges to kernel launches: word sizes, pieces, and the order of addresses. Pure numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.protocol.batch import U64
+
+WORD_BYTES = (16, 8, 4, 1)
+"""Words the kernel moves, in bytes; a range takes the largest that divides its source, destination and length."""
+
+BLOCKS = (128, 256, 512, 1024, 2048)
+"""Words one step of a program moves (of 8 bytes where the word is 16): the smallest that holds the longest range."""
+
+PIECE_BYTES = 256 << 10
+"""Longest range one program copies; longer ones are split among programs."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Shape of one launch. `same_bytes`: the length of every range, 0 if they differ."""
+
+    ranges: int
+    word_bytes: int
+    block: int
+    same_bytes: int
+
+    @property
+    def warps(self) -> int:
+        """Warps a program: 16 words a thread, at most 4 warps."""
+        return max(1, min(4, self.block // 512))
+
+
+@dataclass(frozen=True)
+class LaunchRanges:
+    """A launch and its ranges, uint64 of shape [ranges]: source and destination addresses, lengths in bytes."""
+
+    launch: Launch
+    src: U64
+    dst: U64
+    length: U64
+
+
+def plan_launches(src: U64, dst: U64, length: U64) -> list[LaunchRanges]:
+    """One launch for each word size that occurs. All arrays have shape [ranges]; no length is 0."""
+    if int(length.max()) > PIECE_BYTES:
+        src, dst, length = _pieces(src, dst, length)
+    together = int(np.bitwise_or.reduce(src) | np.bitwise_or.reduce(dst) | np.bitwise_or.reduce(length))
+    if _word(together) == WORD_BYTES[0]:
+        return [_launch(WORD_BYTES[0], src, dst, length)]
+    bits = src | dst | length
+    plans = []
+    left = np.ones(bits.shape[0], np.bool_)
+    for word in WORD_BYTES:
+        rows = left & (bits & np.uint64(word - 1) == 0)
+        left &= ~rows
+        if rows.all():
+            return [_launch(word, src, dst, length)]
+        if rows.any():
+            plans.append(_launch(word, src[rows], dst[rows], length[rows]))
+    return plans
+
+
+def _word(bits: int) -> int:
+    return next(word for word in WORD_BYTES if bits % word == 0)
+
+
+def _launch(word: int, src: U64, dst: U64, length: U64) -> LaunchRanges:
+    longest = int(length.max())
+    same = longest if int(length.min()) == longest else 0
+    words = -(-longest // min(word, 8))
+    block = next((block for block in BLOCKS if block >= words), BLOCKS[-1])
+    return LaunchRanges(Launch(src.shape[0], word, block, same), src, dst, length)
+
+
+def _pieces(src: U64, dst: U64, length: U64) -> tuple[U64, U64, U64]:
+    count: NDArray[np.int64] = (-(-length.astype(np.int64) // PIECE_BYTES)).astype(np.int64)
+    first = np.cumsum(count) - count
+    step = ((np.arange(int(count.sum()), dtype=np.int64) - np.repeat(first, count)) * PIECE_BYTES).astype(np.uint64)
+    piece = np.minimum(np.repeat(length, count) - step, np.uint64(PIECE_BYTES))
+    return np.repeat(src, count) + step, np.repeat(dst, count) + step, piece
