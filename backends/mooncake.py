@@ -48,7 +48,7 @@ from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions, check_environment, environment, parse_options
 from sglang_pd.backends.mooncake_pump import Pump
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound, own_process
-from sglang_pd.protocol.batch import I64, WriteBatch
+from sglang_pd.protocol.batch import I64, U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 __all__ = ["MooncakeBackend", "create", "environment"]
@@ -58,6 +58,8 @@ VERIFIED_ON = {
     "rdma": "not yet run on an RDMA NIC",
     "nvlink_intra": "not yet run through this backend; the library alone on two H200 (0.3.14)",
 }
+
+_NO_PAIR: I64 = np.zeros(1, np.int64)
 
 
 def create(*, epoch: int, options: Mapping[str, Any]) -> Backend:
@@ -279,9 +281,11 @@ class MooncakeBackend(Backend):
                 where=f"mooncake, {mine.label}",
                 expected=f"at most {self._options.max_queued_transfers}",
             )
-        src, dst = batch_addresses(batch, self._memory.base, mine.base)
-        pieces = Pieces(src, dst, batch.length, _pairs(batch, len(mine.segment_bytes)))
-        transfer = MooncakeTransfer(mine, pieces, batch.total_bytes, deadline_s, after)
+        if len(batch) == 1:
+            pieces, nbytes = _one_piece(batch, self._memory.base, mine.base), int(batch.length[0])
+        else:
+            pieces, nbytes = _pieces(batch, self._memory, mine), batch.total_bytes
+        transfer = MooncakeTransfer(mine, pieces, nbytes, deadline_s, after)
         self._pump.post(mine, transfer)
         return transfer
 
@@ -340,9 +344,18 @@ class MooncakeBackend(Backend):
         return peer
 
 
-def _pairs(batch: WriteBatch, peer_segments: int) -> I64:
-    """A number a (source segment, destination segment) pair, int64 of shape [descriptors]."""
-    src = batch.src.segment.astype(np.int64)[batch.src_region]
-    dst = batch.dst.segment.astype(np.int64)[batch.dst_region]
-    found: I64 = src * peer_segments + dst
-    return found
+def _pieces(batch: WriteBatch, memory: Memory, peer: MooncakePeer) -> Pieces:
+    """The batch as addresses, in its own order."""
+    src, dst = batch_addresses(batch, memory.base, peer.base)
+    pair: I64 = batch.src.segment.astype(np.int64)[batch.src_region] * len(peer.segment_bytes)
+    pair += batch.dst.segment.astype(np.int64)[batch.dst_region]
+    return Pieces(src, dst, batch.length, pair)
+
+
+def _one_piece(batch: WriteBatch, own_base: U64, peer_base: U64) -> Pieces:
+    """The same for one descriptor, without the fixed cost of a dozen array operations."""
+    src, dst = int(batch.src_region[0]), int(batch.dst_region[0])
+    src_address = int(own_base[batch.src.segment[src]]) + int(batch.src.base[src]) + int(batch.src_offset[0])
+    dst_address = int(peer_base[batch.dst.segment[dst]]) + int(batch.dst.base[dst]) + int(batch.dst_offset[0])
+    addresses = np.array([[src_address], [dst_address]], np.uint64)
+    return Pieces(addresses[0], addresses[1], batch.length, _NO_PAIR)

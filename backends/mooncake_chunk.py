@@ -105,9 +105,9 @@ class _Singles:
         self._raw = raw
         self._ids: list[int] = []
         self._lost = False
-        rows = zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True)
-        for src, dst, length in rows:
-            found = int(raw.transfer_submit_write(session, src, dst, length))
+        write = raw.transfer_submit_write
+        for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.length.tolist(), strict=True):
+            found = write(session, src, dst, length)
             if found in _BAD_IDS:
                 self._fail("transfer_submit_write", found)
                 break

@@ -32,6 +32,8 @@ _STALLED_PAUSE_S = 5e-3
 _STALLED_AFTER_S = 0.2
 _RUNNING_SEEN = 4
 _SWEEP_S = 0.02
+_LINGER_S = 0.05
+_YIELD_S = 50e-6
 
 
 class Pump:
@@ -60,6 +62,7 @@ class Pump:
         self._ended = False
         self._news = False
         self._stopping = False
+        self._asleep = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posted = 0
         self._left = 0
@@ -85,7 +88,9 @@ class Pump:
                 self._lock.release()
         else:
             self._inbox.append(lambda: self._accept(peer, transfer))
-        self._wake.set()
+            self._wake.set()
+        if self._asleep:
+            self._wake.set()
 
     @property
     def queued(self) -> int:
@@ -93,8 +98,11 @@ class Pump:
         return self._posted - self._left
 
     def assist(self, transfer: MooncakeTransfer) -> None:
-        """Look whether the submissions of a transfer's peer have ended, unless somebody is looking already."""
-        if transfer.flights and self._lock.acquire(blocking=False):
+        """Look whether the submissions of a transfer's peer have ended, unless somebody is looking already.
+
+        Who holds the lock may need the interpreter's lock to go on, so a caller that polls in a loop must let go of it.
+        """
+        if transfer.flights and self._lock.acquire(timeout=_YIELD_S):
             try:
                 self._look(transfer.peer)
             finally:
@@ -169,13 +177,8 @@ class Pump:
             self.halt(peer, lost or TransferError("the peer was disconnected", where=f"mooncake, {peer.label}"))
 
     def _run(self) -> None:
-        pause, moved_at = 0.0, time.monotonic()
+        pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping:
-            if not self._peers and not self._inbox:
-                self._wake.wait()
-                pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
-                # The owner has just submitted a small write and is about to look for its end itself.
-                time.sleep(pause)
             self._wake.clear()
             with self._lock:
                 moved = self._step()
@@ -190,6 +193,16 @@ class Pump:
                 time.sleep(pause)
                 longest = _LONGEST_PAUSE_S if now - moved_at < _STALLED_AFTER_S else _STALLED_PAUSE_S
                 pause = min(2 * pause, longest)
+            elif now - moved_at < _LINGER_S:
+                # A small write that the owner submits meanwhile needs no wake-up, which would cost it more than the
+                # write: it is seen at the next look.
+                self._wake.wait(_LONGEST_PAUSE_S)
+            else:
+                self._asleep = True
+                if not self._peers and not self._inbox:
+                    self._wake.wait()
+                self._asleep = False
+                pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
 
     def _take_inbox(self) -> bool:
         moved = bool(self._inbox)
@@ -350,6 +363,8 @@ class Pump:
 
     def _next_part(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> Pieces | None:
         """The next chunk: at most half the bound, so that one is on its way while another is prepared."""
+        if len(transfer.pieces) == 1 and not peer.outstanding_pieces:
+            return transfer.pieces
         free = self._options.max_descriptors_per_peer - peer.outstanding_pieces
         free_bytes = self._options.max_bytes_per_peer - peer.outstanding_bytes
         most = max(1, self._options.max_descriptors_per_peer // 2)
@@ -364,7 +379,7 @@ class Pump:
 
     def _submit(self, peer: MooncakePeer, transfer: MooncakeTransfer, part: Pieces) -> None:
         outbound = peer.outbound
-        nbytes = int(part.length.sum())
+        nbytes = transfer.nbytes if part is transfer.pieces else int(part.length.sum())
         chunk = submit(self._library, outbound.engine.raw, peer.blob.session, part, peer.transport)
         transfer.cursor += len(part)
         transfer.flights += 1

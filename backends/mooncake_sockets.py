@@ -73,6 +73,7 @@ def reserve(port: int) -> socket.socket | None:
         held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("::", port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # needed to take it, and nobody shall share it
     except OSError:
         held.close()
         return None
