@@ -37,10 +37,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class NeededLists:
-    """For each side of a pair: the list spaces a room needs, each with the first kind that needs it."""
+    """For each side of a pair: the list spaces a room needs, each with the first kind that needs it.
+
+    late: source spaces that only after-last kinds use. Their lists may come with the last chunk, since a sliding window
+    gives pages back while the prompt is computed.
+    """
 
     src: Mapping[AnySpace, str]
     dst: Mapping[AnySpace, str]
+    late: frozenset[AnySpace] = frozenset()
 
 
 def needed_lists(instance: InstanceManifest, kinds: tuple[str, ...]) -> dict[AnySpace, str]:
@@ -51,6 +56,16 @@ def needed_lists(instance: InstanceManifest, kinds: tuple[str, ...]) -> dict[Any
             if component.kind in kinds:
                 needed.setdefault(component.space.list_space, component.kind)
     return needed
+
+
+def late_spaces(instance: InstanceManifest, kinds: tuple[str, ...]) -> frozenset[AnySpace]:
+    """List spaces of which every kind that uses them is valid only after the last chunk."""
+    validity: dict[AnySpace, set[Validity]] = {}
+    for rank in instance.ranks:
+        for component in rank.components:
+            if component.kind in kinds:
+                validity.setdefault(component.space.list_space, set()).add(kind_of(component.kind).validity)
+    return frozenset(space for space, kinds_of in validity.items() if kinds_of == {Validity.LAST})
 
 
 def check_lists(needed: Mapping[AnySpace, str], lists: IndexLists, prompt: Prompt, side: str) -> None:
@@ -100,11 +115,21 @@ class RoomIndices:
 
     @staticmethod
     def of(needed: NeededLists, prompt: Prompt, src: IndexLists, dst: IndexLists) -> RoomIndices:
-        """Check everything that does not depend on the rank. Raises as `check_lists`, and `prefix_unaligned`."""
+        """Check everything that does not depend on the rank. Raises as `check_lists`, and `prefix_unaligned`.
+
+        Late source lists may be missing until `completed`.
+        """
         check_prefix(needed.dst, prompt)
-        check_lists(needed.src, src, Prompt(prompt.tokens), "source")
+        due = {space: kind for space, kind in needed.src.items() if space in src or space not in needed.late}
+        check_lists(due, src, Prompt(prompt.tokens), "source")
         check_lists(needed.dst, dst, prompt, "destination")
         return RoomIndices(prompt, src, dst)
+
+    def completed(self, needed: NeededLists, late: IndexLists) -> RoomIndices:
+        """With the source lists that came with the last chunk; afterwards none may be missing. Raises as `of`."""
+        src = {**self.src, **{space: idx for space, idx in late.items() if space not in self.src}}
+        check_lists(needed.src, src, Prompt(self.prompt.tokens), "source")
+        return RoomIndices(self.prompt, src, self.dst)
 
 
 def check_prefix(needed: Mapping[AnySpace, str], prompt: Prompt) -> None:
@@ -224,6 +249,11 @@ def _run(items: Items) -> int:
 
 def _slots(space: AnySpace, lists: IndexLists, prompt: Prompt, positions: I64) -> tuple[I64, Any]:
     """Slot of each element position in the region's own space, and a mask of those this rank holds (None: all)."""
+    if space.list_space not in lists:
+        raise PlanError(
+            "no index list for a space", code="count_mismatch", where="bind", expected=str(space), actual="none",
+            hint="Give late lists with the last chunk.",
+        )  # fmt: skip
     listed = lists[space.list_space].lower()
     if isinstance(space, Ring):
         return listed[0] * space.width + positions % space.width, None

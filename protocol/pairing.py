@@ -16,6 +16,7 @@ from sglang_pd.protocol.bind import (
     NeededLists,
     RoomIndices,
     chunk_elements,
+    late_spaces,
     live_elements,
     needed_lists,
 )
@@ -62,7 +63,9 @@ class Pairing:
         if not self.verdict.accepted:
             raise refused(prefill, decode, self.verdict)
         self.kinds = tuple(sorted(set(prefill.kinds) & set(decode.kinds)))
-        self.needed = NeededLists(needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds))
+        self.needed = NeededLists(
+            needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds), late_spaces(prefill, self.kinds)
+        )
         self._plans: dict[tuple[RankId, RankId], Plan] = {}
         self._proven: set[RankId] = set()
         self._owed: dict[RankId, dict[str, tuple[int, ...]]] = {}

@@ -48,7 +48,7 @@ from sglang_pd.worker.orders import (
     Stop,
     Unpair,
 )
-from sglang_pd.worker.source import SourceSide
+from sglang_pd.worker.source import Ready, SourceSide
 
 MAX_CALLS: Final = 16_384
 """Engine calls that may wait for the control thread; one more raises `queue_full`."""
@@ -127,12 +127,13 @@ class RankAgent:
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
 
-    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
-        """Hand over a computed chunk: token positions [start, stop) of the room's prompt.
+    def send(self, room: int, chunk: Chunk, *, after: Any = None, lists: IndexLists | None = None) -> None:
+        """Hand over a computed chunk of the room's prompt.
 
-        `after`: device event on which the bytes depend. The source memory stays untouched until `RELEASABLE`.
+        `after`: device event on which the bytes depend. lists: late source lists, with the last chunk. The source
+        memory stays untouched until `RELEASABLE`.
         """
-        self._call(lambda: self.source.chunk(room, Chunk(start, stop, last), after))
+        self._call(lambda: self.source.chunk(room, Ready(chunk, after, lists)))
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
         """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
-from sglang_pd.protocol.bind import IndexLists
+from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
@@ -185,15 +185,21 @@ class PrefillEndpoint(Endpoint):
     def request(self, room: int, token_ids: TokenIds, lists: IndexLists, *, request_id: str = "") -> int:
         """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle its events carry.
 
-        Memory in `lists` must stay untouched by others until RELEASABLE. Refusals (duplicate, draining) come as FAILED.
+        Lists of spaces that only after-last kinds use (a sliding window's pages) may come with the last `send`. Memory
+        in `lists` must stay untouched by others until RELEASABLE. Refusals (duplicate, draining) come as FAILED.
         """
         facts = _facts(next(self._handles), room, token_ids, lists, request_id)
         self._loop.submit(lambda: self.control.request(facts))
         return facts.handle
 
-    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
-        """This rank's bytes of tokens [start, stop) are computed, once `after` (a device event) has happened."""
-        self.agent.send(room, start, stop, last=last, after=after)
+    def send(
+        self, room: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
+    ) -> None:
+        """This rank's bytes of tokens [start, stop) are computed, once `after` (a device event) has happened.
+
+        Chunks come in order, touch, and the last one ends the prompt. lists: source lists that `request` left out.
+        """
+        self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
         if last:
             self._loop.submit(lambda: self.control.computed(room))
 
@@ -253,9 +259,11 @@ class RankEndpoint:
         self._loop.submit(self.agent.join)
         self._loop.start()
 
-    def send(self, room: int, start: int, stop: int, *, last: bool, after: Any = None) -> None:
+    def send(
+        self, room: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
+    ) -> None:
         """See `PrefillEndpoint.send`."""
-        self.agent.send(room, start, stop, last=last, after=after)
+        self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
 
     def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
         """See `PrefillEndpoint.finish`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
-from sglang_pd.protocol.bind import Chunk, RoomIndices, bind
+from sglang_pd.protocol.bind import Chunk, IndexLists, RoomIndices, bind
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Elements
 from sglang_pd.protocol.manifest import RankId
@@ -38,6 +38,15 @@ MAX_FORGOTTEN: Final = 65_536
 """Rooms remembered as over, so that an engine's late chunk does not bring one back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A computed chunk. after: device event its bytes depend on. lists: source lists that came late, with the last."""
+
+    chunk: Chunk
+    after: Any = None
+    lists: IndexLists | None = None
+
+
 @dataclass(slots=True)
 class _Flight:
     """One chunk on its way, with all its transfers and the peer of each."""
@@ -55,7 +64,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Room:
-    waiting: deque[tuple[Chunk, Any]] = field(default_factory=deque)
+    waiting: deque[Ready] = field(default_factory=deque)
     flights: deque[_Flight] = field(default_factory=deque)
     begun: Begin | None = None
     indices: RoomIndices | None = None
@@ -145,7 +154,7 @@ class SourceSide:
 
     # --- the engine --------------------------------------------------------------------------------------------------
 
-    def chunk(self, room: int, chunk: Chunk, after: Any) -> None:
+    def chunk(self, room: int, ready: Ready) -> None:
         """A chunk is computed; its bytes are ready once `after` (a device event, or None) has happened."""
         if room in self._forgotten:
             return
@@ -154,7 +163,7 @@ class SourceSide:
             self._fault(room, self._rooms.setdefault(room, _Room()), error.info())
             return
         entry = self._rooms.setdefault(room, _Room())
-        entry.waiting.append((chunk, after))
+        entry.waiting.append(ready)
         self._waiting += 1
         self._post(room, entry)
 
@@ -207,16 +216,17 @@ class SourceSide:
             self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
             return
         while entry.waiting:
-            chunk, after = entry.waiting.popleft()
+            ready = entry.waiting.popleft()
             self._waiting -= 1
             try:
-                self._write(entry, meeting, chunk, after)
+                self._write(entry, meeting, ready)
             except PdError as error:
                 self._fault(room, entry, error.info())
                 return
         self._report_progress(room, entry)
 
-    def _write(self, entry: _Room, meeting: _Meeting, chunk: Chunk, after: Any) -> None:
+    def _write(self, entry: _Room, meeting: _Meeting, ready: Ready) -> None:
+        chunk = ready.chunk
         if entry.indices is None or chunk.start != entry.next_token or entry.complete:
             raise RoomError(
                 "chunks come in order, touch, and end with the last",
@@ -225,12 +235,14 @@ class SourceSide:
                 expected=f"start {entry.next_token}" if not entry.complete else "nothing after the last chunk",
                 actual=chunk,
             )
+        if chunk.last:
+            entry.indices = entry.indices.completed(meeting.pairing.needed, ready.lists or {})
         flight = _Flight(chunk, [])
         entry.flights.append(flight)  # before posting: what was posted is drained even if a later post raises
         for dst_rank, peer in meeting.peers.items():
             batch = bind(meeting.pairing.plan(self._rank, dst_rank), entry.indices, chunk)
             if len(batch):
-                transfer = self._backend.write(peer, batch, after=after, deadline_s=self._deadline_s)
+                transfer = self._backend.write(peer, batch, after=ready.after, deadline_s=self._deadline_s)
                 flight.transfers.append((peer, transfer))
                 self.bytes_written += transfer.nbytes
                 self.descriptors_written += len(batch)
