@@ -230,25 +230,28 @@ class LocalBackend(Backend):
         if len(batch) == 1 and nbytes <= INLINE_BYTES and after is None and not self._any_device(peer):
             copy_one(batch, self._base, peer.base)
             return []
-        src, dst = batch_addresses(batch, self._base, peer.base)
         if not self._any_device(peer):
-            return self._start_host(peer, batch, (src, dst), nbytes, after)
+            return self._start_host(peer, batch, nbytes, after)
         from_device = self._on_device[batch.src.segment][batch.src_region]
         device = from_device | peer.on_device[batch.dst.segment][batch.dst_region]
-        parts: list[Part] = []
-        if device.any():
-            if peer.cuda is None:
-                raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
-            parts.append(peer.cuda.copy(src[device], dst[device], batch.length[device], after))
-        host = ~device
-        if host.any():
-            left = batch_rows(batch, host)
-            parts += self._start_host(peer, left, (src[host], dst[host]), left.total_bytes, after)
-        return parts
+        if device.all():
+            return self._start_device(peer, batch, after)
+        host = batch_rows(batch, ~device)
+        parts = self._start_device(peer, batch_rows(batch, device), after) if device.any() else []
+        return parts + self._start_host(peer, host, host.total_bytes, after)
 
-    def _start_host(
-        self, peer: LocalPeer, batch: WriteBatch, addresses: tuple[U64, U64], nbytes: int, after: Any
-    ) -> list[Part]:
+    def _start_device(self, peer: LocalPeer, batch: WriteBatch, after: Any) -> list[Part]:
+        if peer.cuda is None:
+            raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
+
+        def resolve(rows: slice) -> tuple[U64, U64, U64]:
+            part = batch_rows(batch, rows)
+            return (*batch_addresses(part, self._base, peer.base), part.length)
+
+        return [peer.cuda.copy(len(batch), resolve, after)]
+
+    def _start_host(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
+        addresses = batch_addresses(batch, self._base, peer.base)
         groups = HostGroups(batch, addresses, (self._base, self._bytes), (peer.base, peer.bytes))
         if after is None and nbytes <= INLINE_BYTES and len(batch) <= INLINE_DESCRIPTORS:
             copy_now(groups.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from sglang_pd.backends.base import Segment
 from sglang_pd.backends.local_link import SegmentFacts
 from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable
+
+if TYPE_CHECKING:
+    from sglang_pd.backends.local_stream import DevicePart, Resolve
 
 EXPORT_BYTES = 2 << 20
 """Allocations are multiples of this: CUDA IPC shares whole blocks of it, hence also what else lay in them."""
@@ -206,9 +209,9 @@ class CudaSide:
         with torch.cuda.device(self.ordinal):
             runtime.cudaIpcCloseMemHandle(address)
 
-    def copy(self, src: U64, dst: U64, length: U64, after: Any) -> Any:
+    def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
         """Start copying ranges; see `CopyStream.copy`."""
-        return self._stream.copy(src, dst, length, after)
+        return self._stream.copy(ranges, resolve, after)
 
     def drain(self) -> None:
         """Wait until nothing runs any more."""

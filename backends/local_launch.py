@@ -12,8 +12,9 @@ from sglang_pd.protocol.batch import U64
 WORD_BYTES = (16, 8, 4, 1)
 """Words the kernel moves, in bytes; a range takes the largest that divides its source, destination and length."""
 
-BLOCKS = (128, 256, 512, 1024, 2048)
-"""Words one step of a program moves (of 8 bytes where the word is 16): the smallest that holds the longest range."""
+BLOCKS = {16: (128, 256, 512, 1024, 2048), 8: (256, 2048), 4: (256, 2048), 1: (256, 2048)}
+"""Word -> words one step of a program may move (of 8 bytes where the word is 16): the smallest that holds the longest
+range is taken, else the last, in a loop. Every entry is one compiled kernel."""
 
 PIECE_BYTES = 256 << 10
 """Longest range one program copies; longer ones are split among programs."""
@@ -72,7 +73,7 @@ def _launch(word: int, src: U64, dst: U64, length: U64) -> LaunchRanges:
     longest = int(length.max())
     same = longest if int(length.min()) == longest else 0
     words = -(-longest // min(word, 8))
-    block = next((block for block in BLOCKS if block >= words), BLOCKS[-1])
+    block = next((block for block in BLOCKS[word] if block >= words), BLOCKS[word][-1])
     return LaunchRanges(Launch(src.shape[0], word, block, same), src, dst, length)
 
 

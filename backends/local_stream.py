@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,24 @@ import numpy as np
 import torch
 
 from sglang_pd.backends.local_kernel import launch_copy
-from sglang_pd.backends.local_launch import BLOCKS, WORD_BYTES, Launch, LaunchRanges, plan_launches
+from sglang_pd.backends.local_launch import BLOCKS, Launch, LaunchRanges, plan_launches
 from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
-SMALLEST_SLOTS = 1024
-WARM_SLOTS = 1 << 18
-"""Ranges a staging buffer made at start has room for: two batches of 65,536 ranges need no allocation."""
+SLICE_RANGES = 32_768
+FIRST_SLICE_RANGES = 2048
+"""A batch is prepared and launched in slices, the first a short one, so that the GPU works while the host prepares."""
+
+PREPARE_ALONE_RANGES = 65_536
+PREPARE_THREADS = 4
+"""Batches of more ranges are prepared by this many threads."""
+
+WARM_STAGINGS = 16
+ALIGN_SLOTS = 16
+"""Launches start at multiples of this in a staging buffer: Triton compiles anew for addresses not divisible by 16."""
+
+Resolve = Callable[[slice], tuple[U64, U64, U64]]
+"""Rows of a batch -> source address, destination address and length of each, uint64."""
 
 
 @dataclass(eq=False)
@@ -82,11 +94,12 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device=ordinal)  # type: ignore[no-untyped-call]
         self._waiting: queue.SimpleQueue[DevicePart | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"pd-local-cuda-{ordinal}", daemon=True)
+        self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="pd-local-prepare")
         self._warm_up()
         self._thread.start()
 
-    def copy(self, src: U64, dst: U64, length: U64, after: Any) -> DevicePart:
-        """Start copying ranges (uint64 of shape [ranges]) behind the event `after`, if any.
+    def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
+        """Start copying `ranges` ranges behind the event `after`, if any.
 
         Raises `BackendError` for an event that a stream cannot wait for, and where CUDA refuses the launch.
         """
@@ -97,11 +110,22 @@ class CopyStream:
                 expected="torch.cuda.Event",
                 actual=type(after).__name__,
             )
-        plans = plan_launches(src, dst, length)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        used: list[Staging] = []
+        part = DevicePart(event, lambda: self._free.extend(used))
         try:
-            return self._start(plans, after)
+            with torch.cuda.stream(self._stream):
+                if after is not None:
+                    self._stream.wait_event(after)
+                for plans in self._prepared(ranges, resolve):
+                    used.append(self._launch(plans))
+                event.record(self._stream)
         except RuntimeError as error:
-            raise BackendError("CUDA refused a launch", where=f"cuda:{self._ordinal}", actual=str(error)) from error
+            # Slices before this one may be running: nobody may take the batch for not begun.
+            part.doubt = TransferError("CUDA failed", code="transfer_unknown", where="cuda", actual=str(error))
+            return part
+        self._waiting.put(part)
+        return part
 
     def drain(self) -> None:
         """Wait until all that was launched has run."""
@@ -115,44 +139,44 @@ class CopyStream:
         self.drain()
         self._waiting.put(None)
         self._thread.join()
+        self._pool.shutdown()
         self._free.clear()
 
-    def _start(self, plans: list[LaunchRanges], after: torch.cuda.Event | None) -> DevicePart:
-        total = sum(plan.launch.ranges for plan in plans)
-        staging = self._take(total)
-        host = staging.host.numpy().view(np.uint64)
-        start = 0
+    def _prepared(self, ranges: int, resolve: Resolve) -> Iterator[list[LaunchRanges]]:
+        first = min(FIRST_SLICE_RANGES, ranges)
+        slices = [slice(0, first)]
+        slices += [slice(at, min(at + SLICE_RANGES, ranges)) for at in range(first, ranges, SLICE_RANGES)]
+        if ranges <= PREPARE_ALONE_RANGES:
+            return (plan_launches(*resolve(rows)) for rows in slices)
+        return self._pool.map(lambda rows: plan_launches(*resolve(rows)), slices)
+
+    def _launch(self, plans: list[LaunchRanges]) -> Staging:
+        starts = [0]
         for plan in plans:
+            starts.append(-(-(starts[-1] + plan.launch.ranges) // ALIGN_SLOTS) * ALIGN_SLOTS)
+        staging = self._take(starts[-1])
+        host = staging.host.numpy().view(np.uint64)
+        rows = 2
+        for start, plan in zip(starts, plans, strict=False):
             stop = start + plan.launch.ranges
             host[0, start:stop], host[1, start:stop] = plan.src, plan.dst
             if not plan.launch.same_bytes:
                 host[2, start:stop] = plan.length
-            start = stop
-        rows = 2 if all(plan.launch.same_bytes for plan in plans) else 3
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            for row in range(rows):
-                staging.device[row, :total].copy_(staging.host[row, :total], non_blocking=True)
-            if after is not None:
-                # Behind the upload: descriptors depend on nothing.
-                self._stream.wait_event(after)
-            start = 0
-            for plan in plans:
-                src, dst, lengths = (staging.device[row, start:] for row in range(3))
-                launch_copy(src, dst, lengths, plan.launch)
-                start += plan.launch.ranges
-            event.record(self._stream)
-        part = DevicePart(event, lambda: self._free.append(staging))
-        self._waiting.put(part)
-        return part
+                rows = 3
+        for row in range(rows):
+            staging.device[row, : starts[-1]].copy_(staging.host[row, : starts[-1]], non_blocking=True)
+        for start, plan in zip(starts, plans, strict=False):
+            src, dst, lengths = (staging.device[row, start:] for row in range(3))
+            launch_copy(src, dst, lengths, plan.launch)
+        return staging
 
-    def _take(self, ranges: int) -> Staging:
-        fitting = [staging for staging in self._free if staging.slots >= ranges]
+    def _take(self, slots: int) -> Staging:
+        fitting = [staging for staging in self._free if staging.slots >= slots]
         if fitting:
             best = min(fitting, key=lambda staging: staging.slots)
             self._free.remove(best)
             return best
-        return self._staging(max(SMALLEST_SLOTS, 1 << (ranges - 1).bit_length()))
+        return self._staging(max(SLICE_RANGES, 1 << (slots - 1).bit_length()))
 
     def _staging(self, slots: int) -> Staging:
         with torch.cuda.device(self._ordinal):
@@ -161,14 +185,14 @@ class CopyStream:
 
     def _warm_up(self) -> None:
         """Compile every variant and make the first staging buffers, so that no write has to."""
-        self._free += [self._staging(WARM_SLOTS), self._staging(WARM_SLOTS)]
+        self._free += [self._staging(SLICE_RANGES) for _ in range(WARM_STAGINGS)]
         size = 64
         with torch.cuda.stream(self._stream):
             memory = torch.zeros(2 * size, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
             address = memory.data_ptr()
             row = torch.tensor([[address], [address + size], [size]], device=memory.device)
-            for word in WORD_BYTES:
-                for block in BLOCKS:
+            for word, blocks in BLOCKS.items():
+                for block in blocks:
                     launch_copy(row[0], row[1], row[2], Launch(1, word, block, size))
         self._stream.synchronize()
 
