@@ -21,7 +21,7 @@ import msgspec
 from sglang_pd.backends.nixl_blob import AgentBlob, SegmentEntry, agent_name
 from sglang_pd.backends.nixl_host import ProcessIdentity, own_identity, process_gone
 from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
-from sglang_pd.backends.nixl_link import Link
+from sglang_pd.backends.nixl_link import BEAT, Link
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions
 from sglang_pd.backends.nixl_transfer import Work
@@ -233,11 +233,12 @@ class Engine:
             if now - self._watched > 1.0:
                 log.warning("%s", error)
             return
-        for messages in notes.values():
+        for message in (one for messages in notes.values() for one in messages):
+            if message == BEAT:
+                continue
             self._seen = self._hinted = now
-            for message in messages:
-                if message.startswith(HELLO) and len(message) <= MAX_NOTE_BYTES:
-                    self._greet(message[len(HELLO) :])
+            if message.startswith(HELLO) and len(message) <= MAX_NOTE_BYTES:
+                self._greet(message[len(HELLO) :])
 
     def _greet(self, message: bytes) -> None:
         try:

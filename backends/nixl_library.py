@@ -15,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,8 +64,7 @@ class Library:
 def load_library(options: NixlOptions) -> Library:
     """Import `nixl`. Raises `BackendUnavailable` naming the package that is missing and the command that gets it."""
     try:
-        importlib.import_module("nixl")
-        api = importlib.import_module("nixl._api")
+        api = _import_api()
     except ImportError as error:
         missing = getattr(error, "name", None) or "nixl"
         raise BackendUnavailable(
@@ -89,6 +90,24 @@ def load_library(options: NixlOptions) -> Library:
         # The package prints progress messages on standard output, where a program's own results go.
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return Library(api, package, version)
+
+
+def _import_api() -> Any:
+    """`nixl._api`. Importing `nixl` imports the whole of a torch without CUDA (seconds) to learn that it has none; then
+    the build is chosen here, in the same order."""
+    if "torch" not in sys.modules and _torch_without_cuda():
+        for package in ("nixl_cu13", "nixl_cu12"):
+            if importlib.util.find_spec(package) is not None:
+                return importlib.import_module(f"{package}._api")
+    importlib.import_module("nixl")
+    return importlib.import_module("nixl._api")
+
+
+def _torch_without_cuda() -> bool:
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _version(package: str) -> str:

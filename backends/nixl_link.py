@@ -19,6 +19,9 @@ PIECES_IN_FLIGHT = 4
 HINT_S = 0.025
 """Seconds between two hints to a peer that bytes are on their way to it."""
 HINT = b"PD-NIXL hint"
+BEAT_S = 2.0
+"""Seconds between two signs of life on a quiet link: what fails to send them tells that the peer is gone."""
+BEAT = b"PD-NIXL beat"
 
 
 class Link:
@@ -71,6 +74,8 @@ class Link:
             moved |= self._check(agent)
             if self.lost is None and now - self._hinted > HINT_S and self.in_flight() and self.urgent():
                 self.hint(agent, HINT, now)
+        if self.lost is None and now - self._hinted > BEAT_S and agent is not None:
+            self.hint(agent, BEAT, now)
         if self._unproven:
             moved |= self.prove()
         return moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ class NixlTransfer(Transfer):
             self._looks += 1
             if self._looks > FREE_LOOKS:
                 # A loop of polls would otherwise keep the interpreter from the very thread that it waits for.
-                time.sleep(0)
+                os.sched_yield()
         return self._state
 
     def poll_state(self) -> TransferState:

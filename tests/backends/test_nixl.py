@@ -1,0 +1,173 @@
+"""The `nixl` backend between processes: the conformance suite over CMA and over TCP, and what only it promises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sglang_pd.testing import BackendSpec
+from sglang_pd.testing.case import Case
+from sglang_pd.testing.cases_bytes import exact, one_item
+from sglang_pd.testing.lab import MIB, ChildProcess, Lab, Link, RemoteRefusal
+from sglang_pd.testing.pattern import pages
+from sglang_pd.testing.pytest_helper import check, conformance_fixtures
+
+CMA = BackendSpec(name="nixl")
+TCP = BackendSpec(name="nixl", env={"UCX_TLS": "tcp,self"})
+
+lab, conformance_case = conformance_fixtures([CMA, TCP], ids=["cma", "tcp"])
+
+
+def test_conformance(lab: Lab, conformance_case: Case) -> None:
+    check(lab, conformance_case)
+
+
+@pytest.fixture
+def cma() -> Iterator[Lab]:
+    yield from own_lab(CMA)
+
+
+@pytest.fixture
+def tcp() -> Iterator[Lab]:
+    yield from own_lab(TCP)
+
+
+def own_lab(spec: BackendSpec) -> Iterator[Lab]:
+    made = Lab(spec)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def refusal(lab: Lab, **options: Any) -> RemoteRefusal:
+    with pytest.raises(RemoteRefusal) as caught:
+        lab.spawn((4096,), options=options)
+    return caught.value
+
+
+# What is in use is said, and what cannot work is refused
+
+
+def test_the_transport_is_that_of_this_very_peer(cma: Lab, tcp: Lab) -> None:
+    writer, near, far = cma.spawn((MIB,)), cma.spawn((MIB,)), tcp.spawn((MIB,))
+    assert cma.connect(writer, near).transport == "cma"
+    # This writer could use CMA; the target cannot. UCX was asked about that target, which was not disturbed by it.
+    link = cma.connect(writer, far)
+    assert link.transport == "tcp"
+    exact(link, one_item(link, 65536), 1, "after UCX was asked about the peer")
+
+
+def test_transports_that_report_no_dead_peer_are_refused() -> None:
+    for lab in own_lab(BackendSpec(name="nixl", env={"UCX_TLS": "sm,self"})):
+        info = refusal(lab).info
+        assert info.code == "config_invalid" and "UCX_TLS" in info.where and info.actual == "sm,self"
+
+
+def test_a_plugin_without_its_library_names_the_file(cma: Lab) -> None:
+    info = refusal(cma, plugin="LIBFABRIC").info
+    assert info.code == "backend_unavailable"
+    assert ".so" in info.actual and "missing" in info.actual
+
+
+def test_worker_threads_of_the_library_move_the_same_bytes(tcp: Lab, cma: Lab) -> None:
+    for one in (cma, tcp):
+        options = {"num_threads": 2, "max_descriptors_per_post": 2048}
+        writer, target = one.spawn((32 * MIB,), options=options), one.spawn((32 * MIB,))
+        link = one.connect(writer, target)
+        exact(link, pages(7, 2000, 8192, writer.sizes, target.sizes), 7, "with worker threads")
+
+
+def test_a_progress_thread_is_declared(cma: Lab) -> None:
+    child = cma.spawn((4096,), options={"progress_thread": True})
+    assert child.capabilities["idle_cpu"] == 1.0 and "progress_thread" in child.capabilities["idle_reason"]
+
+
+# UNKNOWN, and how it ends
+
+
+def stopped(lab: Lab, deadline_s: float, count: int = 1) -> tuple[Link, list[int]]:
+    """Transfers to a stopped peer, past their deadline: the first was handed to the library, the others never were."""
+    link = lab.fresh((256 * MIB,), (256 * MIB,))
+    link.move(one_item(link, 4096))
+    link.target.stop()
+    posted = [link.post(one_item(link, 256 * MIB), deadline_s=deadline_s)["transfer"] for _ in range(count)]
+    for number, transfer in enumerate(posted):
+        ended = link.wait(transfer, deadline_s + 5.0, settle=number > 0)
+        assert ended["state"] == ("failed" if number else "unknown") and ended["error"]["code"] == "transfer_timeout"
+    assert not link.fence(0.0)["proven"]
+    return link, posted
+
+
+def test_unknown_is_proven_by_the_death_of_the_peer(tcp: Lab) -> None:
+    link, (transfer,) = stopped(tcp, 0.5)
+    link.target.kill()
+    ended = link.wait(transfer, 10.0, settle=True)
+    # The first cause stays: the deadline came first.
+    assert ended["state"] == "failed" and ended["quiesced"] and ended["error"]["code"] == "transfer_timeout"
+    assert link.fence(5.0)["proven"]
+    lost = link.writer.call("lost", peer=link.peer, within_s=5.0)
+    assert lost["code"] == "peer_lost"
+
+
+def test_what_was_never_posted_is_dropped_and_what_was_is_polled_to_its_end(tcp: Lab) -> None:
+    link, transfers = stopped(tcp, 0.5, count=3)
+    link.target.resume()
+    ended = link.wait(transfers[0], 30.0, settle=True)
+    # All its pieces had been posted before the deadline, or some never were: the library tells which, in the end.
+    assert ended["state"] in ("done", "failed") and ended["quiesced"]
+    assert link.fence(5.0)["proven"]
+    link.move(one_item(link, 65536))
+
+
+# Revocation
+
+
+def revoke(child: ChildProcess, epoch: int, within_s: float) -> bool:
+    return bool(child.call("revoke", epoch=epoch, within_s=within_s)["proven"])
+
+
+def test_a_living_cma_writer_is_not_revoked_and_a_dead_one_is(cma: Lab) -> None:
+    link = cma.fresh((MIB,), (MIB,))
+    exact(link, one_item(link, 4096), 1, "before")
+    before = link.target.call("describe")
+    assert not revoke(link.target, link.writer.epoch, 1.5)
+    assert link.target.call("describe") != before
+    assert link.writer.call("lost", peer=link.peer, within_s=20.0)["code"] == "peer_lost"
+    link.writer.kill()
+    assert revoke(link.target, link.writer.epoch, 5.0)
+
+
+def test_a_stranger_may_be_anybody_of_this_host_with_cma_and_nobody_over_tcp(cma: Lab, tcp: Lab) -> None:
+    assert not revoke(cma.spawn((MIB,)), 12345, 1.5)
+    assert revoke(tcp.spawn((MIB,)), 12345, 10.0)
+
+
+def test_revoke_costs_outgoing_peers_too_and_they_come_back(tcp: Lab) -> None:
+    one, other = tcp.spawn((MIB,)), tcp.spawn((MIB,))
+    there, back = tcp.connect(one, other), tcp.connect(other, one)
+    exact(there, one_item(there, 4096), 1, "there")
+    exact(back, one_item(back, 4096), 2, "and back")
+    assert revoke(one, 12345, 10.0)
+    lost = one.call("lost", peer=there.peer, within_s=5.0)
+    assert lost["code"] == "peer_lost" and "closed" in lost["actual"]
+    assert one.call("fence", peer=there.peer, within_s=1.0)["proven"]
+    again = tcp.connect(one, other)
+    exact(again, one_item(again, 4096), 3, "after revoke")
+    back = tcp.connect(other, one)
+    exact(back, one_item(back, 4096), 4, "to the new agent")
+
+
+# Others are not disturbed
+
+
+def test_a_stopped_peer_does_not_hold_up_another(tcp: Lab) -> None:
+    link, _ = stopped(tcp, 0.5)
+    other = tcp.connect(link.writer, tcp.spawn((MIB,)))
+    began = time.monotonic()
+    other.move(one_item(other, 4096))
+    assert time.monotonic() - began < 20
+    link.target.resume()

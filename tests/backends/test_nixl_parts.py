@@ -1,0 +1,390 @@
+"""The parts of the `nixl` backend that need no library: options, blob, pieces, proofs of death, UCX's tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_pd.backends.base import Segment, TransferState, batch_addresses, check_batch
+from sglang_pd.backends.nixl_blob import MAGIC, AgentBlob, SegmentEntry, agent_name, decode_blob, encode_blob
+from sglang_pd.backends.nixl_host import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
+from sglang_pd.backends.nixl_memory import allocate, check_host
+from sglang_pd.backends.nixl_options import NixlOptions, check_environment, may_use_rdma, parse_options
+from sglang_pd.backends.nixl_probe import read_tables
+from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Side, single_piece
+from sglang_pd.protocol.batch import RegionTable, WriteBatch
+from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"num_thread": 2}, "$.backend.options.num_thread"),
+        ({"num_threads": -1}, "$.backend.options.num_threads"),
+        ({"num_threads": True}, "$.backend.options.num_threads"),
+        ({"progress_thread": "yes"}, "$.backend.options.progress_thread"),
+        ({"max_deadline_s": 0}, "$.backend.options.max_deadline_s"),
+        ({"plugin": "POSIX"}, "$.backend.options.plugin"),
+        ({"plugin_params": []}, "$.backend.options.plugin_params"),
+        ({"plugin_params": {"num_worker": 1}}, "$.backend.options.plugin_params.num_worker"),
+        ({"plugin_params": {"num_threads": 1}}, "$.backend.options.plugin_params.num_threads"),
+        (
+            {"plugin_params": {"ucx_error_handling_mode": "none"}},
+            "$.backend.options.plugin_params.ucx_error_handling_mode",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(options)
+    assert caught.value.where == where
+    assert caught.value.expected
+
+
+def test_unknown_option_lists_and_suggests() -> None:
+    with pytest.raises(ConfigError, match="num_threads") as caught:
+        parse_options({"num_thread": 2})
+    assert "progress_thread" in str(caught.value.expected)
+
+
+def test_peer_error_mode_is_always_asked_for() -> None:
+    assert parse_options({}).backend_params() == {"ucx_error_handling_mode": "peer"}
+    params = parse_options({"num_threads": 2, "plugin_params": {"num_workers": 3}}).backend_params()
+    assert params == {"ucx_error_handling_mode": "peer", "num_threads": "2", "num_workers": "3"}
+
+
+@pytest.mark.parametrize("tls", ["sm,self", "cma", "posix,sysv", "^tcp", "cuda_ipc,cuda_copy,sm,self"])
+def test_transports_without_peer_errors_are_refused(tls: str) -> None:
+    with pytest.raises(ConfigError, match="UCX_TLS"):
+        check_environment(NixlOptions(), {"UCX_TLS": tls}, ())
+
+
+@pytest.mark.parametrize("tls", ["", "all", "tcp,self", "cma,tcp,self", "^cma", "cuda_ipc,cuda_copy,sm,tcp,self"])
+def test_transports_with_tcp_are_accepted(tls: str) -> None:
+    check_environment(NixlOptions(), {"UCX_TLS": tls} if tls else {}, ())
+
+
+def test_engine_config_wins_over_the_environment() -> None:
+    options = parse_options({"plugin_params": {"engine_config": "TLS=cma"}})
+    with pytest.raises(ConfigError, match="UCX_TLS"):
+        check_environment(options, {"UCX_TLS": "tcp"}, ())
+
+
+def test_rdma_counts_only_where_there_is_a_device() -> None:
+    check_environment(NixlOptions(), {"UCX_TLS": "rc,self"}, ("mlx5_0",))
+    with pytest.raises(ConfigError):
+        check_environment(NixlOptions(), {"UCX_TLS": "rc,self"}, ())
+    assert may_use_rdma(NixlOptions(), {}, ("mlx5_0",)) and not may_use_rdma(NixlOptions(), {}, ())
+    assert not may_use_rdma(NixlOptions(), {"UCX_TLS": "tcp,self"}, ("mlx5_0",))
+    assert may_use_rdma(NixlOptions(), {"UCX_TLS": "^cma"}, ("mlx5_0",))
+
+
+def test_older_protocols_are_refused() -> None:
+    with pytest.raises(ConfigError, match="UCX_PROTO_ENABLE"):
+        check_environment(NixlOptions(), {"UCX_PROTO_ENABLE": "n"}, ())
+
+
+# Blob
+
+BLOB = AgentBlob(
+    epoch=77,
+    agent=agent_name(77, 0),
+    nixl_version="1.5.1",
+    plugin="UCX",
+    settings=5,
+    process=ProcessIdentity("boot", 1, 2, 3),
+    segments=[SegmentEntry(4096, 8192, "cpu"), SegmentEntry(1 << 40, 1 << 33, "cuda:3")],
+    metadata=b"opaque",
+)
+
+
+def read(data: bytes, epoch: int = 77) -> AgentBlob:
+    return decode_blob(data, epoch=epoch, nixl_version="1.5.9", plugin="UCX")
+
+
+def test_blob_round_trip() -> None:
+    assert read(encode_blob(BLOB)) == BLOB
+
+
+@given(st.data())
+def test_a_damaged_blob_is_refused(data: st.DataObject) -> None:
+    whole = encode_blob(BLOB)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    bad = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
+    # The two reserved bytes mean nothing yet.
+    if at not in (10, 11):
+        with pytest.raises(BackendError):
+            read(bad)
+    with pytest.raises(BackendError):
+        read(whole[:at])
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    for data in (noise, MAGIC + noise):
+        with pytest.raises(BackendError):
+            read(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"epoch": 78, "agent": agent_name(78, 0)}, "epoch_stale"),
+        ({"agent": agent_name(78, 0)}, "message_malformed"),
+        ({"nixl_version": "1.6.0"}, "backend_unsupported"),
+        ({"plugin": "LIBFABRIC"}, "backend_unsupported"),
+        ({"segments": [SegmentEntry(0, 1, "cpu")]}, "message_malformed"),
+        ({"segments": [SegmentEntry(1, 0, "cpu")]}, "message_malformed"),
+        ({"segments": [SegmentEntry((1 << 64) - 10, 10, "cpu")]}, "message_malformed"),
+        ({"segments": [SegmentEntry(1, 1, "cuda")]}, "message_malformed"),
+        ({"segments": [SegmentEntry(1, 1, "cpu")] * 20_000}, "message_malformed"),
+    ],
+)
+def test_an_impossible_blob_is_refused(change: dict[str, object], code: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        read(encode_blob(msgspec.structs.replace(BLOB, **change)))
+    assert caught.value.code == code
+
+
+# Who is gone
+
+
+def test_death_is_seen_once_and_for_all() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        identity = identity_of(child.pid)
+        watch = Watch(identity)
+        assert not watch.gone() and not process_gone(identity)
+        child.kill()
+        # Not reaped yet: a zombie has exited.
+        assert wait_for(watch.gone) and process_gone(identity)
+    assert watch.gone() and process_gone(identity)
+    watch.close()
+    assert watch.gone()
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    own = own_identity()
+    with open(f"/proc/{pid}/stat") as stat:
+        ticks = int(stat.read().rpartition(")")[2].split()[19])
+    return ProcessIdentity(own.boot_id, own.pid_namespace, pid, ticks)
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_reused_pid_is_another_process() -> None:
+    own = own_identity()
+    assert process_gone(ProcessIdentity(own.boot_id, own.pid_namespace, own.pid, own.start_ticks - 1))
+    assert not process_gone(own)
+
+
+def test_nothing_is_known_of_other_hosts_and_namespaces() -> None:
+    own = own_identity()
+    for other in (
+        ProcessIdentity("elsewhere", own.pid_namespace, 1 << 22, 0),
+        ProcessIdentity(own.boot_id, 1, 1 << 22, 0),
+    ):
+        assert not process_gone(other) and not same_pid_namespace(other)
+
+
+# Pieces
+
+
+def sides(count: int = 3, nbytes: int = 1 << 20) -> tuple[Side, Side]:
+    own = [Segment(address=(i + 1) * nbytes, nbytes=nbytes, device="cpu") for i in range(count)]
+    peer = [SegmentEntry((i + 100) * nbytes, nbytes, "cpu") for i in range(count)]
+    return Side(own), Side(peer)
+
+
+def table(count: int, nbytes: int) -> RegionTable:
+    number = np.arange(count, dtype=np.uint32)
+    return RegionTable(number, np.zeros(count, np.uint64), np.full(count, nbytes, np.uint64))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> WriteBatch:
+    """Descriptors among which many continue their neighbour, within a segment or across the border of two."""
+    count = draw(st.integers(1, 30))
+    unit = draw(st.sampled_from([1, 64, 4096]))
+    rows = st.lists(st.integers(0, 40), min_size=count, max_size=count)
+    src, dst = np.sort(np.array(draw(rows), np.uint64)), np.sort(np.array(draw(rows), np.uint64))
+    regions = st.lists(st.integers(0, 2), min_size=count, max_size=count)
+    src_region, dst_region = (np.sort(np.array(draw(regions), np.uint32)) for _ in range(2))
+    length = np.array(draw(st.lists(st.integers(1, 3), min_size=count, max_size=count)), np.uint64) * np.uint64(unit)
+    offsets = src * np.uint64(unit), dst * np.uint64(unit)
+    tables = table(3, 1 << 20)
+    return WriteBatch(tables, tables, src_region, offsets[0], dst_region, offsets[1], length)
+
+
+def addressed(batch: WriteBatch, own: Side, peer: Side) -> Addresses:
+    src, dst = batch_addresses(batch, own.base, peer.base)
+    return Addresses(src, dst, batch.length, batch.src_region, batch.dst_region, own, peer)
+
+
+def exact_pairs(addresses: Addresses) -> list[tuple[int, int]]:
+    rows = zip(addresses.src.tolist(), addresses.dst.tolist(), addresses.length.tolist(), strict=True)
+    return sorted((s + i, d + i) for s, d, n in rows for i in range(n))
+
+
+@given(batches(), st.integers(1, 7), st.sampled_from([1, 3, 64, 100, 5000]))
+def test_pieces_move_the_same_bytes(batch: WriteBatch, most: int, most_bytes: int) -> None:
+    own, peer = sides()
+    if int(batch.length.sum()) > 20_000:
+        batch = replace(batch, length=np.minimum(batch.length, np.uint64(200)))
+    whole = addressed(batch, own, peer)
+    options = NixlOptions(max_descriptors_per_post=most, max_bytes_per_post=most_bytes)
+    moved = []
+    for piece in whole.pieces(options):
+        local, remote = (np.asarray(rows) for rows in piece.rows)
+        assert 0 < len(local) <= most and (local[:, 1] == remote[:, 1]).all()
+        assert int(local[:, 1].sum()) <= most_bytes
+        moved += [
+            (s + i, d + i)
+            for (s, n, _), (d, _, _) in zip(local.tolist(), remote.tolist(), strict=True)
+            for i in range(n)
+        ]
+    assert sorted(moved) == exact_pairs(whole)
+
+
+def test_neighbours_are_merged_but_not_across_segments() -> None:
+    own, peer = sides(2, 4096)
+    number = np.array([0, 0, 0, 1], np.uint32)
+    offset = np.array([0, 1024, 2048, 0], np.uint64)
+    length = np.array([1024, 1024, 2048, 1024], np.uint64)
+    batch = WriteBatch(table(2, 4096), table(2, 4096), number, offset, number, offset, length)
+    merged = addressed(batch, own, peer).merged()
+    # Segments 0 and 1 touch on both sides; they are registered apart all the same.
+    assert merged.length.tolist() == [4096, 1024] and merged.src_segment.tolist() == [0, 1]
+
+
+def test_devices_go_apart_and_keep_their_numbers() -> None:
+    own = Side([SegmentEntry(1 << 20, 4096, "cpu"), SegmentEntry(1 << 30, 4096, "cuda:2")])
+    peer = Side([SegmentEntry(1 << 20, 4096, "cuda:1"), SegmentEntry(1 << 30, 4096, "cpu")])
+    src, dst = np.array([0, 1, 1, 0], np.uint32), np.array([0, 0, 1, 1], np.uint32)
+    offset, length = np.array([0, 0, 512, 512], np.uint64), np.full(4, 256, np.uint64)
+    batch = WriteBatch(table(2, 4096), table(2, 4096), src, offset, dst, offset, length)
+    pieces = {piece.kinds: piece for piece in addressed(batch, own, peer).pieces(NixlOptions())}
+    assert set(pieces) == {("cpu", "cuda"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")}
+    assert [np.asarray(rows)[:, 2].tolist() for rows in pieces["cuda", "cuda"].rows] == [[2], [1]]
+    assert pieces["cuda", "cuda"].source_device == "cuda:2"
+
+
+@given(st.data())
+def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None:
+    own, peer = sides(2, 4096)
+    near = st.sampled_from([0, 1, 4095, 4096, 4097, 2**63, 2**64 - 1])
+    tables = [
+        RegionTable(
+            np.array([data.draw(st.integers(0, 2)), 1], np.uint32),
+            np.array([data.draw(near), 0], np.uint64),
+            np.array([data.draw(near), 4096], np.uint64),
+        )
+        for _ in range(2)
+    ]
+    region = [np.array([data.draw(st.integers(0, 2))], np.uint32) for _ in range(2)]
+    offset = [np.array([data.draw(near)], np.uint64) for _ in range(2)]
+    dtype = data.draw(st.sampled_from([np.uint64, np.int64, np.float64]))
+    length = np.array([data.draw(near)], np.uint64).astype(dtype)
+    batch = WriteBatch(*tables, region[0], offset[0], region[1], offset[1], length)  # type: ignore[arg-type]
+    piece = single_piece(batch, own, peer)
+    try:
+        check_batch(batch, own.nbytes, peer.nbytes, peer="x")
+    except BackendError:
+        assert piece is None
+        return
+    assert piece is not None
+    whole = addressed(replace(batch), own, peer)
+    whole.src_segment, whole.dst_segment = tables[0].segment[region[0]], tables[1].segment[region[1]]
+    (expected,) = whole.pieces(NixlOptions())
+    assert [np.asarray(rows).tolist() for rows in piece.rows] == [np.asarray(rows).tolist() for rows in expected.rows]
+    assert (piece.kinds, piece.source_device) == (expected.kinds, expected.source_device)
+
+
+# State
+
+
+def test_unknown_may_be_proven_and_final_is_final() -> None:
+    transfer = NixlTransfer("peer", 1, 0.0)
+    assert transfer.poll() is TransferState.UNKNOWN and not transfer.quiesced
+    assert transfer.error is not None and transfer.error.code == "transfer_timeout"
+    later = TransferError("later", code="peer_lost")
+    assert transfer.settle(TransferState.FAILED, later) and transfer.quiesced
+    assert transfer.error.code == "transfer_timeout"
+    assert not transfer.settle(TransferState.DONE) and not transfer.settle(TransferState.UNKNOWN)
+    assert transfer.poll() is TransferState.FAILED
+    done = NixlTransfer("peer", 1, 0.0)
+    assert done.poll() is TransferState.UNKNOWN and done.settle(TransferState.DONE) and done.error is None
+
+
+# Memory
+
+
+def test_unmapped_and_read_only_memory_is_refused() -> None:
+    segment = allocate(3 * 4096, "cpu")
+    check_host(segment)
+    with pytest.raises(BackendError, match="memory_refused"):
+        check_host(Segment(address=4096, nbytes=4096, device="cpu"))
+    with pytest.raises(BackendError, match="memory_refused"):
+        check_host(Segment(address=segment.address, nbytes=1 << 45, device="cpu"))
+
+
+# UCX's tables, as printed by UCX 1.23
+
+TABLES = """
+[1795990493.103318] [vm:5547 :0]   | A self cfg#0                                             |
+[1795990493.103318] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
+[1795990493.103318] [vm:5547 :0]   | 0..inf | zero-copy   | self/memory                       |
+[1795990493.187187] [vm:5547 :0]   | A intra-node cfg#1                                       |
+[1795990493.187187] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
+[1795990493.187187] [vm:5547 :0]   +--------+-------------+-----------------------------------+
+[1795990493.187187] [vm:5547 :0]   | Range  | Description |              Config               |
+[1795990493.187187] [vm:5547 :0]   | 0..inf | zero-copy   | {config} |
+[1795990493.187931] [vm:5547 :0]   | A intra-node cfg#1                              |
+[1795990493.187931] [vm:5547 :0]   | active message by ucp_am_send* from host memory |
+[1795990493.187931] [vm:5547 :0]   | 16516..inf | multi-frag copy-in | tcp/lo        |
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "used"),
+    [
+        ("cma/memory", ("cma",)),
+        ("52% on tcp/lo and 48% on tcp/eth0", ("tcp",)),
+        ("50% on rc_mlx5/mlx5_0:1 and 50% on tcp/eth0", ("rc_mlx5", "tcp")),
+    ],
+)
+def test_transport_is_read_from_the_tables_of_writes_alone(config: str, used: tuple[str, ...]) -> None:
+    found = read_tables(TABLES.replace("{config}", config))
+    assert found.paths == {("cpu", "cpu"): used}
+    assert found.verified_without_tcp("cpu", "cpu") is ("tcp" not in used)
+    assert not found.verified_without_tcp("cuda", "cuda") and found.name("cuda", "cuda") == "unknown"
+
+
+def test_device_memory_is_another_path() -> None:
+    text = TABLES.replace("{config}", "cma/memory") + TABLES.replace("{config}", "cuda_ipc/cuda").replace(
+        "from host memory to host", "from cuda/GPU0 to cuda/GPU1"
+    )
+    found = read_tables(text)
+    assert found.name("cuda", "cuda") == "cuda_ipc" and found.name("cpu", "cpu") == "cma"
+
+
+def test_silence_is_no_answer() -> None:
+    found = read_tables("UCX  ERROR   no such device")
+    assert not found.paths and "no such device" in found.failure
