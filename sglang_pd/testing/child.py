@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -159,23 +160,25 @@ class Child:
         """Ask for the destination's proof until True or `within_s` seconds have passed."""
         return self._ask(lambda: self._live.revoke(epoch), within_s)
 
-    def stream(self, peer: int, batch: dict[str, bytes], for_s: float) -> dict[str, int]:
-        """Post one batch after another for `for_s` seconds, whatever becomes of them; how many ended how."""
+    def stream(self, peer: int, batch: dict[str, bytes], for_s: float, depth: int = 1) -> dict[str, int]:
+        """Post one batch after another for `for_s` seconds, `depth` of them at once; how many ended how."""
         built = batch_from_wire(batch)
         target = self._peers[peer]
         counts = {"done": 0, "failed": 0, "unknown": 0, "pending": 0, "refused": 0}
+        flying: deque[Transfer] = deque()
         end = time.monotonic() + for_s
         while time.monotonic() < end:
-            try:
-                transfer = self._live.write(target, built, deadline_s=0.5)
-            except PdError:
-                counts["refused"] += 1
-                self._pump(lambda: False, 0.01)
-                continue
-            self._next += 1
-            self._transfers[self._next] = transfer
-            self._pump(lambda t=transfer: t.poll() is not TransferState.PENDING, 1.0)  # type: ignore[misc]
-            counts[transfer.poll().value] += 1
+            while len(flying) < depth:
+                try:
+                    flying.append(self._live.write(target, built, deadline_s=0.5))
+                except PdError:
+                    counts["refused"] += 1
+                    self._pump(lambda: False, 0.01)
+                    break
+            if flying:
+                oldest = flying.popleft()
+                self._pump(lambda t=oldest: t.poll() is not TransferState.PENDING, 1.0)  # type: ignore[misc]
+                counts[oldest.poll().value] += 1
         return counts
 
     def repeat(self, peer: int, batch: dict[str, bytes], count: int) -> dict[str, Any]:

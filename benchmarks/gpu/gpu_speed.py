@@ -1,0 +1,154 @@
+"""Speed between GPUs, beside a raw `copy_` of the same bytes in the same run: interleaved rounds, medians.
+
+The writer is this process, the destination a process of its own. `one` is a single write from the call to DONE;
+`queued` is the time of a write when several are posted before the first is awaited, as a server does. Every case is
+checked byte for byte once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_pd.backends.base import Backend, Peer, Segment, TransferState
+from sglang_pd.backends.registry import create_backend
+from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.testing import memory
+from sglang_pd.testing.lab import MIB, BackendSpec, ChildProcess, Lab
+from sglang_pd.testing.pattern import apply_batch, canary_images, pages
+
+POOL = 512 * MIB
+ROUNDS = 9
+QUEUED = 8
+READ_BYTES = 64 * MIB
+
+CASES = {
+    "512 MiB in one block": (1, POOL),
+    "32 x 1024 pages of 16 KiB": (32 * 1024, 16384),
+    "32 x 64 pages of 16 KiB": (32 * 64, 16384),
+    "32 x 14336 rows of 1152 B": (32 * 14336, 1152),
+    "32 x 1024 rows of 1152 B": (32 * 1024, 1152),
+    "one item of 64 B": (1, 64),
+}
+
+
+def finish(backend: Backend, transfers: list[Any]) -> None:
+    """Wait for all, as an owner that has nothing else to do."""
+    for transfer in transfers:
+        while transfer.poll() is TransferState.PENDING:
+            backend.progress()
+        if transfer.poll() is not TransferState.DONE:
+            raise RuntimeError(f"{transfer.poll()}: {transfer.error}")
+
+
+def timed(action: Callable[[], None]) -> float:
+    """Seconds it takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def raw_copy(nbytes: int, src: int, dst: int) -> Callable[[], None]:
+    """One contiguous `copy_` of as many bytes between the two GPUs, awaited."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=f"cuda:{src}")
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{dst}")
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(src)
+        torch.cuda.synchronize(dst)
+
+    return copy
+
+
+def verify(target: ChildProcess, own: Segment, batch: WriteBatch) -> None:
+    """Compare every byte of the destination with what the batch should have made of it. Raises `RuntimeError`."""
+    source = memory.read_bytes(own, 0, own.nbytes)
+    expected = canary_images((POOL,))
+    apply_batch(batch, [source], expected)
+    for start in range(0, POOL, READ_BYTES):
+        found = np.frombuffer(target.call("read", segment=0, offset=start, nbytes=READ_BYTES), np.uint8)
+        if not np.array_equal(found, expected[0][start : start + READ_BYTES]):
+            raise RuntimeError(f"wrong bytes in [{start}, {start + READ_BYTES})")
+
+
+def run_case(backend: Backend, peer: Peer, batch: WriteBatch, copy: Callable[[], None]) -> dict[str, float]:
+    """Interleaved rounds of the raw copy, single writes and queued writes."""
+    times: dict[str, list[float]] = {"raw": [], "one": [], "submit": [], "queued": []}
+    copy()
+    finish(backend, [backend.write(peer, batch) for _ in range(2)])
+    for _ in range(ROUNDS):
+        times["raw"].append(timed(copy))
+        began = time.perf_counter()
+        transfer = backend.write(peer, batch)
+        times["submit"].append(time.perf_counter() - began)
+        finish(backend, [transfer])
+        times["one"].append(time.perf_counter() - began)
+        queued = timed(lambda: finish(backend, [backend.write(peer, batch) for _ in range(QUEUED)]))
+        times["queued"].append(queued / QUEUED)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    gigabytes = batch.total_bytes / 1e9
+    return {
+        **{f"{name}_ms": medians[name] * 1e3 for name in times},
+        **{f"{name}_GB_per_s": gigabytes / medians[name] for name in ("raw", "one", "queued")},
+        "one_of_raw": statistics.median(r / o for r, o in zip(times["raw"], times["one"], strict=True)),
+        "queued_of_raw": statistics.median(r / q for r, q in zip(times["raw"], times["queued"], strict=True)),
+    }
+
+
+def run_pair(name: str, options: Mapping[str, Any], dst: int) -> dict[str, Any]:
+    """Every case from GPU 0 to GPU `dst`."""
+    lab = Lab(BackendSpec(name=name, options=dict(options)))
+    found: dict[str, Any] = {}
+    try:
+        target = lab.spawn((POOL,), device=f"cuda:{dst}")
+        backend = create_backend(name, epoch=secrets.randbits(63) | 1, options=options)
+        (own,) = backend.register([backend.allocate(POOL, "cuda:0")])
+        content = np.random.default_rng(5).integers(0, 256, POOL, dtype=np.uint8)
+        memory.write_bytes(own, 0, content)
+        peer = backend.connect(target.call("describe"), target.epoch)
+        found["transport"] = peer.transport
+        for case, (count, page_bytes) in CASES.items():
+            batch = pages(7, count, page_bytes, (POOL,), (POOL,))
+            target.call("fill", segment=0, offset=0, nbytes=POOL, value=0xC5)
+            try:
+                found[case] = run_case(backend, peer, batch, raw_copy(count * page_bytes, 0, dst))
+                verify(target, own, batch)
+            except RuntimeError as error:
+                found[case] = {"error": str(error)[:500]}
+        backend.close()
+    finally:
+        lab.close()
+    return found
+
+
+def run_speed(name: str, options: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """GPU 0 to GPU 1 where there are two, and within GPU 0."""
+    pairs = {"cuda:0 -> cuda:1": 1} if gpus > 1 else {}
+    return {label: run_pair(name, options, dst) for label, dst in {**pairs, "cuda:0 -> cuda:0": 0}.items()}
+
+
+def print_speed(found: dict[str, Any]) -> None:
+    """The table."""
+    for pair, cases in found.items():
+        print(f"speed {pair} over {cases['transport']}")
+        print(
+            f"    {'case':28}{'raw GB/s':>10}{'one':>8}{'queued':>8}{'one/raw':>9}{'queued/raw':>11}{'submit ms':>11}"
+        )
+        for case, row in cases.items():
+            if case == "transport":
+                continue
+            if "error" in row:
+                print(f"    {case:28}ERROR {row['error']}")
+                continue
+            print(
+                f"    {case:28}{row['raw_GB_per_s']:10.1f}{row['one_GB_per_s']:8.1f}{row['queued_GB_per_s']:8.1f}"
+                f"{row['one_of_raw']:9.3f}{row['queued_of_raw']:11.3f}{row['submit_ms']:11.3f}"
+                + (f"   one p50 {row['one_ms'] * 1e3:.1f} us" if "64 B" in case else "")
+            )
