@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.backends import mori_library
+from sglang_pd.backends import mori, mori_library
 from sglang_pd.backends.base import Segment, TransferState
 from sglang_pd.backends.mori import MoriBackend, MoriPeer
 from sglang_pd.backends.registry import create_backend
@@ -32,6 +32,7 @@ class Side:
 
     def __init__(self, epoch: int, **options: Any) -> None:
         made = create_backend("mori", epoch=epoch, options=options)
+        mori.probe = lambda options: None  # once a process is enough for a test
         assert isinstance(made, MoriBackend)
         self.backend = made
         self.segments = made.register([made.allocate(PAGES * PAGE) for _ in range(2)])
@@ -110,13 +111,13 @@ def rest_is_never_posted() -> None:
     """A deadline in the middle of a batch: what was handed over ends well, the rest is never handed over, so FAILED."""
     writer, target, peer = pair(calls_in_flight=1, max_blocks_per_call=1)
     writer.bytes[0][:] = 7
-    delay(150)
-    transfer = writer.backend.write(peer, pages(range(0, 20, 2)), deadline_s=0.2)
+    delay(250)
+    transfer = writer.backend.write(peer, pages(range(0, 20, 2)), deadline_s=0.6)
     assert state_of(transfer) is UNKNOWN and not writer.backend.fence(peer)
     until(lambda: transfer.poll() is FAILED)
     landed = int((target.bytes[0] == 7).sum())
     assert 0 < landed < 10 * PAGE and writer.backend.fence(peer)
-    time.sleep(0.4)
+    time.sleep(0.5)
     assert int((target.bytes[0] == 7).sum()) == landed
 
 
@@ -197,19 +198,17 @@ def disconnect_goes_on_holding() -> None:
 
 def silent_peer_blocks_nobody() -> None:
     """While one peer's control port is silent, `write` returns at once and other peers are served."""
-    os.environ["MORI_IO_CP_TIMEOUT_MS"] = "1000"
+    os.environ["MORI_IO_CP_TIMEOUT_MS"] = "2000"
     writer, target, peer = pair()
     third = Side(3)
     other = writer.connect(third)
     port = target.host.desc.port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
     time.sleep(0.1)
-    began = time.monotonic()
     waiting = writer.backend.write(peer, pages([0]), deadline_s=0.3)
-    posted_s = time.monotonic() - began
+    until(lambda: writer.host.inside == 1)
     assert state_of(writer.backend.write(other, pages([0]))) is DONE
-    served_s = time.monotonic() - began
-    assert posted_s < 0.3 and served_s < 0.9, (posted_s, served_s)
+    assert writer.host.inside == 1, "the other peer waited for the silent one"
     assert state_of(waiting) is UNKNOWN, "it may still be posted"
     until(lambda: waiting.poll() is FAILED)
     assert peer.lost is not None and writer.backend.fence(peer) and other.lost is None
