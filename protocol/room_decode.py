@@ -203,8 +203,13 @@ class DecodeRoom(RoomMachine):
                 if writer in self._distrusted or not self._ledger.writer_complete(writer)
             }
             self._take_fences()
-            if trigger is T.PEER_LOST and self.unfenced:
-                self._out.append(Revoke(self.room, self.generation, self.peer.epoch, self.ranks))
+            if trigger is T.PEER_LOST:
+                self._seek_proof()
+
+    def _seek_proof(self) -> None:
+        """The peer can not answer any more: only this side's own ranks can prove the fence."""
+        if self.state.memory is Memory.QUARANTINED and self.unfenced:
+            self._out.append(Revoke(self.room, self.generation, self.peer.epoch, self.ranks))
 
     def _send_abort(self) -> None:
         error = self.error or ErrorInfo(code="room_aborted", message="the room was aborted on request")
@@ -241,9 +246,15 @@ class DecodeRoom(RoomMachine):
             )
         self.revoked.add(event.rank)
 
-    def _on_failure(self, event: Fail | PeerLost, now_s: float) -> None:
+    def _on_fail(self, event: Fail, now_s: float) -> None:
         if not self.state.terminal:
-            self._end(T.FAIL if isinstance(event, Fail) else T.PEER_LOST, event.error, now_s)
+            self._end(T.FAIL, event.error, now_s)
+
+    def _on_peer_lost(self, event: PeerLost, now_s: float) -> None:
+        if self.state.terminal:
+            self._seek_proof()
+        else:
+            self._end(T.PEER_LOST, event.error, now_s)
 
     def _on_cancel(self, event: Cancel, now_s: float) -> None:
         if not self.state.terminal:
@@ -362,9 +373,9 @@ DecodeRoom.HANDLERS = {
     Begin: (T.BEGIN, DecodeRoom._on_begin),
     Allocated: (T.ALLOCATED, DecodeRoom._on_allocated),
     Revoked: (T.REVOKED, DecodeRoom._on_revoked),
-    Fail: (T.FAIL, DecodeRoom._on_failure),
+    Fail: (T.FAIL, DecodeRoom._on_fail),
     Cancel: (T.CANCEL, DecodeRoom._on_cancel),
-    PeerLost: (T.PEER_LOST, DecodeRoom._on_failure),
+    PeerLost: (T.PEER_LOST, DecodeRoom._on_peer_lost),
     TimerFired: (T.TIMER, DecodeRoom._on_timer),
     RoomAccepted: (T.ACCEPTED, DecodeRoom._on_accepted),
     RoomRefused: (T.REFUSED, DecodeRoom._on_refused),

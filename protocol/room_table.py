@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, RemoteProtocolError
-from sglang_pd.protocol.messages import Draining, Heartbeat, Message
+from sglang_pd.protocol.messages import Draining, Heartbeat, Message, Refusal
 from sglang_pd.protocol.peers import Peer
 from sglang_pd.protocol.room import JOINT, Limits, Role
 from sglang_pd.protocol.room_events import Effect, Fail, LocalEvent, PeerLost, TimerFired
@@ -99,8 +99,11 @@ class RoomTable(Generic[R]):
             self.peers.pop(peer.epoch, None)
             self._by_peer.pop(peer.epoch, None)
             grave = self._graves.pop(peer.epoch, None)
+            # The epoch never returns, so its floor may go; but its rooms are still used up for everyone else.
             for stone in grave.sweep(_NEVER) if grave is not None else ():
                 self._forgotten(stone)
+                if not stone.refused:
+                    self._bury(0, stone)
 
     def _peer(self, epoch: int, now_s: float) -> Peer:
         peer = self.peers.get(epoch)
@@ -124,6 +127,16 @@ class RoomTable(Generic[R]):
                 expected=f"{self.epoch:016x}",
                 actual=f"{message.peer_epoch:016x}",
             )
+
+    def _on_refusal(self, peer: Peer, message: Refusal, now_s: float) -> list[Effect]:
+        """The peer refused something we sent: it gave us up, or the room it speaks of cannot go on."""
+        self.counts["refused_by_peer"] += 1
+        if message.error.code in ("epoch_stale", "peer_unknown"):
+            return self.lose_peer(peer.epoch, message.error, now_s)
+        found = self.rooms.get(message.room)
+        if found is None or found.peer is not peer or found.generation != message.generation:
+            return []
+        return self._feed(found, Fail(message.error), now_s)
 
     # --- rooms -------------------------------------------------------------------------------------------------------
 

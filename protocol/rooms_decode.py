@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, RemoteProtocolError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, RemoteProtocolError, RoomError
 from sglang_pd.protocol.messages import (
     Abort,
     AbortAck,
@@ -15,6 +15,7 @@ from sglang_pd.protocol.messages import (
     Heartbeat,
     Message,
     Queued,
+    Refusal,
     RoomAccepted,
     RoomEnd,
     RoomMessage,
@@ -35,17 +36,18 @@ _ANSWERS = (RoomRefused, Failed, AbortAck, StatusReply)
 
 
 class DecodeRooms(RoomTable[DecodeRoom]):
-    """The rooms of one decode instance. Generations rise by one from `first_generation` on, within this epoch."""
+    """The rooms of one decode instance.
+
+    Generations rise by one. Where they start follows from the epoch, which is random, so that no incarnation mints what
+    another one did.
+    """
 
     role: ClassVar[Role] = Role.DECODE
 
-    def __init__(
-        self, epoch: int, limits: Limits | None = None, bounds: TableLimits | None = None, first_generation: int = 1
-    ) -> None:
+    def __init__(self, epoch: int, limits: Limits | None = None, bounds: TableLimits | None = None) -> None:
         super().__init__(epoch, limits, bounds)
-        if not 1 <= first_generation < 2**62:
-            raise LocalProtocolError("a first generation is 1 to 2**62 - 1", code="internal", actual=first_generation)
-        self._next_generation = first_generation
+        self._first_generation = 1 + epoch % 2**31 * 2**31
+        self._next_generation = self._first_generation
 
     def begin(self, room: int, peer_epoch: int, now_s: float) -> tuple[int, list[Effect]]:
         """The decode leg of a room arrived, for that prefill incarnation. Gives the generation minted for it.
@@ -76,6 +78,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         if isinstance(message, Heartbeat | Draining):
             self._on_liveness(peer, message, now_s)
             return []
+        if isinstance(message, Refusal):
+            return self._on_refusal(peer, message, now_s)
         if not isinstance(message, _OF_A_LIVE_ROOM + _ANSWERS):
             raise RemoteProtocolError("a decode does not take this message", where=type(message).__name__)
         found = self.rooms.get(message.room)
@@ -87,7 +91,9 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         """The room is over here, or never was. A prefill that still works on it is told, so that it ends as well."""
         stone = self._grave(peer.epoch).get(message.room, message.generation)
         self.counts["late" if stone is not None else "unknown_room"] += 1
-        if not isinstance(message, _OF_A_LIVE_ROOM):
+        minted = self._first_generation <= message.generation < self._next_generation
+        if not isinstance(message, _OF_A_LIVE_ROOM) or not minted:
+            # Another incarnation's generation is between prefill and that one, which prefill will find lost.
             return []
         if stone is not None and stone.error is None:
             if not isinstance(message, RoomEnd):

@@ -14,6 +14,7 @@ from sglang_pd.protocol.messages import (
     Heartbeat,
     LeaseRenew,
     Message,
+    Refusal,
     RoomOpen,
     RoomRefused,
     StatusQuery,
@@ -100,6 +101,8 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         if isinstance(message, Heartbeat | Draining):
             self._on_liveness(peer, message, now_s)
             return []
+        if isinstance(message, Refusal):
+            return self._on_refusal(peer, message, now_s)
         raise RemoteProtocolError("a prefill does not take this message", where=type(message).__name__)
 
     @staticmethod
@@ -194,7 +197,9 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         if stone is None and found is not None:
             if self._is_of(found, peer, message.generation):
                 return self._feed(found, message, now_s, peer)
-            if found.now_in in UNCLAIMED and peer.lost is None and message.generation > grave.floor:
+            # An unclaimed room may be given up by a decode that waits for memory, not by one that knows nothing of it.
+            wanted = message.error.code != "room_unknown" and message.generation > grave.floor
+            if found.now_in in UNCLAIMED and peer.lost is None and wanted:
                 return self._feed(found, message, now_s, peer)
         proven = True
         if stone is not None:
@@ -205,7 +210,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             # Never seen: its open may be behind. From here on it is refused, so the fence holds.
             self.counts["aborted_early"] += 1
             early = self._remember(peer, message.room, message.generation, message.error, now_s)
-            if grave.get(message.room, message.generation) is early:
+            if message.error.code != "room_unknown":
                 self._aborted_early[message.room] = early
         ack = AbortAck(room=message.room, generation=message.generation, writer=None, fenced=proven)
         return [Send(peer.epoch, ack)]
