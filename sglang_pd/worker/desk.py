@@ -87,6 +87,15 @@ class RoomFacts:
     traceparent: str = ""
 
 
+@dataclass(slots=True)
+class _Known:
+    """A room of this side. It is kept until it has ended and its memory is releasable, whichever comes first."""
+
+    facts: RoomFacts
+    ended: bool = False
+    released: bool = False
+
+
 _TERMINAL = {"done": EventKind.DONE, "failed": EventKind.FAILED, "aborted": EventKind.ABORTED}
 
 
@@ -102,7 +111,7 @@ class RoomDesk:
         self.prefill = PrefillRooms(epoch, limits=limits)
         self.decode = DecodeRooms(epoch, limits=limits)
         self.counts: Counter[str] = Counter()
-        self._facts: dict[tuple[Role, int], RoomFacts] = {}
+        self._known: dict[tuple[Role, int], _Known] = {}
         self._sought: dict[int, set[int]] = {}
         self._proven: dict[int, set[str]] = {}
         self._now_s = 0.0
@@ -119,7 +128,7 @@ class RoomDesk:
         except PdError as error:
             self._refuse(facts, error)
             return
-        self._facts[Role.PREFILL, facts.room] = facts
+        self._known[Role.PREFILL, facts.room] = _Known(facts)
         self._carry(Role.PREFILL, effects)
 
     def computed(self, room: int, now_s: float) -> None:
@@ -142,7 +151,7 @@ class RoomDesk:
         except PdError as error:
             self._refuse(facts, error)
             return
-        self._facts[Role.DECODE, facts.room] = facts
+        self._known[Role.DECODE, facts.room] = _Known(facts)
         self._carry(Role.DECODE, effects)
         message = RoomOpen(
             room=facts.room,
@@ -171,7 +180,7 @@ class RoomDesk:
         self._outside.emit(RoomEvent(EventKind.FAILED, facts.room, 0, handle=facts.handle, error=error.info()))
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
         # A refused prefill leg may have chunks waiting at the ranks, unless the room lives on under its first handle.
-        if (Role.PREFILL, facts.room) not in self._facts and (Role.DECODE, facts.room) not in self._facts:
+        if (Role.PREFILL, facts.room) not in self._known and (Role.DECODE, facts.room) not in self._known:
             self._outside.order(Forget(room=facts.room, generation=0))
 
     # --- from peers --------------------------------------------------------------------------------------------------
@@ -290,8 +299,8 @@ class RoomDesk:
                 self._tell(role, effect)
 
     def _tell(self, role: Role, effect: Admit | Ended | Alert) -> None:
-        facts = self._facts.get((role, effect.room))
-        handle = facts.handle if facts else 0
+        known = self._known.get((role, effect.room))
+        handle = known.facts.handle if known else 0
         if isinstance(effect, Admit):
             event = RoomEvent(
                 EventKind.ADMITTED, effect.room, effect.generation, handle=handle, record=effect.handoff.record
@@ -299,14 +308,22 @@ class RoomDesk:
         elif isinstance(effect, Ended):
             kind = _TERMINAL[effect.state]
             event = RoomEvent(kind, effect.room, effect.generation, handle=handle, error=effect.error)
+            if known:
+                known.ended = True
         else:
             alert = ErrorInfo(code=effect.code, message=effect.text, where=f"room {effect.room}")
             event = RoomEvent(EventKind.ALERT, effect.room, effect.generation, handle=handle, error=alert)
         self._outside.emit(event)
+        self._drop_if_over(role, effect.room)
+
+    def _drop_if_over(self, role: Role, room: int) -> None:
+        known = self._known.get((role, room))
+        if known and known.ended and known.released:
+            del self._known[role, room]
 
     def _start(self, effect: Start) -> None:
         """Request and open agree: check both sides' lists, then every rank may write."""
-        facts = self._facts[Role.PREFILL, effect.room]
+        facts = self._known[Role.PREFILL, effect.room].facts
         peer_epoch = self.prefill.rooms[effect.room].peer
         pairing = self._outside.pairing(peer_epoch.epoch) if peer_epoch else None
         if peer_epoch is None or pairing is None:
@@ -345,8 +362,11 @@ class RoomDesk:
             self._local(Role.DECODE, effect.room, Proven(name))
 
     def _release(self, role: Role, effect: Releasable) -> None:
-        facts = self._facts.pop((role, effect.room), None)
-        handle = facts.handle if facts else 0
+        known = self._known.get((role, effect.room))
+        handle = known.facts.handle if known else 0
+        if known:
+            known.released = True
+        self._drop_if_over(role, effect.room)
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, effect.room, effect.generation, handle=handle))
         self._outside.order(Forget(room=effect.room, generation=effect.generation))
         if role is Role.DECODE:

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.protocol.bind import Chunk, IndexLists
-from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.worker.agent import RankAgent, RankFacts
 from sglang_pd.worker.control import PEERS, RANKS, ControlConfig, InstanceControl
 from sglang_pd.worker.desk import RoomFacts
-from sglang_pd.worker.events import RoomEvent
+from sglang_pd.worker.events import TERMINAL_EVENTS, EventKind, RoomEvent
 from sglang_pd.worker.link import CurveKeys, Link
 from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.memory_view import DeviceDigest
@@ -83,6 +83,9 @@ class Endpoint:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handles = itertools.count(1)
         self._closed = False
+        self._active: dict[int, int] = {}
+        self._halves: set[int] = set()
+        """Handles that gave one of their two last events, the terminal one and RELEASABLE."""
         self.link = Link(network.curve)
         self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
         self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
@@ -100,8 +103,20 @@ class Endpoint:
         self._loop.start()
 
     def _emit(self, event: RoomEvent) -> None:
+        if event.kind is EventKind.RELEASABLE or event.kind in TERMINAL_EVENTS:
+            half = event.handle in self._halves
+            (self._halves.discard if half else self._halves.add)(event.handle)
+            if half and self._active.get(event.room) == event.handle:
+                del self._active[event.room]
         self._events.append(event)
         os.eventfd_write(self._event_fd, 1)
+
+    def _enter(self, room: int) -> int:
+        """A handle for a room's call, unless the room is in use here: its chunks could not be told apart."""
+        handle = next(self._handles)
+        if self._active.setdefault(room, handle) != handle:
+            raise RoomError("that room is already open here", code="room_duplicate", where=f"room {room}")
+        return handle
 
     def poll(self) -> list[RoomEvent]:
         """Events since the last call, in order. Never blocks."""
@@ -186,9 +201,12 @@ class PrefillEndpoint(Endpoint):
         """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle its events carry.
 
         Lists of spaces that only after-last kinds use (a sliding window's pages) may come with the last `send`. Memory
-        in `lists` must stay untouched by others until RELEASABLE. Refusals (duplicate, draining) come as FAILED.
+        in `lists` must stay untouched by others until RELEASABLE.
+
+        Raises `RoomError` (`room_duplicate`) for a room that is in use here; other refusals (it ended before, the
+        worker drains) come as FAILED.
         """
-        facts = _facts(next(self._handles), room, token_ids, lists, request_id)
+        facts = _facts(self._enter(room), room, token_ids, lists, request_id)
         self._loop.submit(lambda: self.control.request(facts))
         return facts.handle
 
@@ -220,7 +238,7 @@ class DecodeEndpoint(Endpoint):
 
         The memory in `lists` belongs to the room until RELEASABLE. Returns the handle that its events carry.
         """
-        facts = _facts(next(self._handles), room, token_ids, lists, "", prefix_tokens)
+        facts = _facts(self._enter(room), room, token_ids, lists, "", prefix_tokens)
         self._loop.submit(lambda: self.control.open(facts, address))
         return facts.handle
 
