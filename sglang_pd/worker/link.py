@@ -73,6 +73,7 @@ class Link:
         """
         router = self._context.socket(zmq.ROUTER)
         self._prepare(router)
+        router.setsockopt(zmq.IPV6, int("[" in address))  # else 127.0.0.1 would be told as a mapped IPv6 address
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve is not None:
             router.setsockopt(zmq.CURVE_SERVER, 1)

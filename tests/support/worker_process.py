@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -98,6 +99,13 @@ class WorkerProcess:
         """kill -9, and reap."""
         self.process.kill()
         self.process.wait(10)
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     def close(self) -> None:
         """End the process: gently, then not."""
@@ -108,9 +116,7 @@ class WorkerProcess:
                 self.process.wait(10)
             except subprocess.TimeoutExpired:
                 self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        self._close_pipes()
 
     def __enter__(self) -> WorkerProcess:
         return self

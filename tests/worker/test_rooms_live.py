@@ -102,7 +102,12 @@ def test_a_killed_prefill_fails_its_rooms_and_its_successor_serves(pair: tuple[W
         assert (end["event"], end["code"]) == ("failed", "peer_lost")
         decode.released(d["handle"])
         prefill = WorkerProcess("prefill", pages=20 + round_, bind=f"tcp://127.0.0.1:{port}", seed=round_)
-        assert hand_over(prefill, decode, room + 1, 33)["bad"] == []
+        try:
+            admitted = hand_over(prefill, decode, room + 1, 33)
+        except BaseException:
+            prefill.close()
+            raise
+        assert admitted["bad"] == []
     prefill.close()
     assert settled(decode)["dirty"] == 0
 
