@@ -3,7 +3,7 @@
 from sglang_pd.config.address import Address, parse_address, parse_url
 from sglang_pd.config.checks import cautions, check_binding, topology_of
 from sglang_pd.config.keys import CurveKeys, load_keys
-from sglang_pd.config.load import dump, load_router, load_worker
+from sglang_pd.config.load import dump, load_router, load_worker, read_options
 from sglang_pd.config.network import BackendSettings, apply_environment, backend_settings, missing_environment
 from sglang_pd.config.schema import RouterConfig, WorkerConfig
 
@@ -24,5 +24,6 @@ __all__ = [
     "missing_environment",
     "parse_address",
     "parse_url",
+    "read_options",
     "topology_of",
 ]

@@ -24,6 +24,7 @@ from sglang_pd.config.schema import RouterConfig, WorkerConfig
 from sglang_pd.protocol.errors import ConfigError
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig)
+Options = TypeVar("Options", bound=msgspec.Struct)
 Environment = Mapping[str, str]
 
 _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -61,6 +62,16 @@ def load_router(
         config = _load(source, RouterConfig, tuple(sets), os.environ if environ is None else environ)
         check_router(config)
         return config
+
+
+def read_options(options: Mapping[str, Any], schema: type[Options], *, where: str) -> Options:
+    """A free map (an engine's, say) as its owner's struct, with the same errors as the rest. where: its path."""
+    info = mi.type_info(schema)
+    data = _shaped(options, info, where, {})
+    try:
+        return msgspec.convert(data, schema)
+    except msgspec.ValidationError as error:
+        raise _explained(error, data, info, where) from None
 
 
 def dump(config: WorkerConfig | RouterConfig, *, redact: bool = True) -> dict[str, Any]:
@@ -121,7 +132,7 @@ def _load(
         raise _explained(error, data, info) from None
 
 
-def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type) -> ConfigError:
+def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type, root: str = "$") -> ConfigError:
     """The library's words taken apart: where, what was expected, what stands there, and the nearest that is known."""
     match = _AT.match(str(error))
     message, where = match.groups() if match else (str(error), "$")
@@ -141,6 +152,7 @@ def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type) -> Conf
     if isinstance(at, list) and expected == "str":
         hint = "An address in brackets needs quotes: '[::1]'."
     actual = "..." if where.endswith("bearer_token") else repr(at)[:200]
+    where = root + where[1:]
     return ConfigError(message.replace("`", "'"), where=where, expected=expected, actual=actual, hint=hint)
 
 

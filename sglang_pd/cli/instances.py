@@ -1,0 +1,182 @@
+"""From a configuration to the manifest that the worker will register, with no process, no memory and no traffic."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from sglang_pd.cli.support import transports_of
+from sglang_pd.config import WorkerConfig, load_worker, read_options, topology_of
+from sglang_pd.config.schema import DEFAULT_TOKENS
+from sglang_pd.memory.budget import Budget, lines_of, plan_budget, window_pool_tokens
+from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
+from sglang_pd.memory.spec import StateSpec
+from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology, Transport
+
+ENGINES: Final[dict[str, str]] = {
+    "reference": "sglang_pd.cli.instances:describe_reference",
+    "transformers": "sglang_pd.engines.transformers:describe_options",
+}
+"""Engine -> function that takes its options and returns its facts (`Described`), reading no weights."""
+
+STEP_TOKENS: Final = 64
+"""Tokens of one request that a sliding-window pool has room for beside the window, where no size is given."""
+
+
+class Described(Protocol):
+    """What an engine says of its model from its options alone; `engines.base.ModelFacts` has all of it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of weights and architecture."""
+
+    @property
+    def state(self) -> StateSpec:
+        """All state that the model has."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence that the model allows."""
+
+    @property
+    def page_multiple(self) -> int:
+        """page_tokens must be a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`Described`, without the engine's own module."""
+
+    fingerprint: str
+    state: StateSpec
+    max_tokens: int
+    page_multiple: int = 1
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A configuration, the memory of each of its ranks, and its manifest. budget: where sizes came from one."""
+
+    config: WorkerConfig
+    layouts: tuple[RankLayout, ...]
+    manifest: InstanceManifest
+    budget: Budget
+
+
+def describe(config: WorkerConfig) -> Described:
+    """Ask the engine. Raises `ConfigError` for one that is not installed, and what the engine raises."""
+    module, _, function = ENGINES[config.engine.name].partition(":")
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigError(
+            "this build has no such engine",
+            where="$.engine.name",
+            expected=" | ".join(sorted(ENGINES)),
+            actual=config.engine.name,
+        )
+    described: Described = getattr(importlib.import_module(module), function)(config.engine.options)
+    if config.pools.page_tokens % described.page_multiple:
+        raise ConfigError(
+            "the model's groups of tokens do not fill pages",
+            where="$.pools.page_tokens",
+            expected=f"a multiple of {described.page_multiple}",
+            actual=config.pools.page_tokens,
+        )
+    return described
+
+
+def describe_reference(options: Mapping[str, Any]) -> Described:
+    """Facts of the reference engine, from its configuration alone (its weights follow from a seed)."""
+    shape = importlib.import_module("sglang_pd.engines.reference.config")
+    config = read_options(options, shape.ReferenceConfig, where="$.engine.options")
+    return Facts(config.fingerprint, shape.state_spec(config), 2**31, config.page_multiple)
+
+
+def plan_instance(config: WorkerConfig, described: Described | None = None) -> Planned:
+    """Size the pools, lay out every rank, and build the manifest.
+
+    Raises `ConfigError` where the budget is too small, `ManifestError` where model, topology and pools do not fit.
+    """
+    described = described or describe(config)
+    topology = topology_of(config)
+    state, device = described.state, config.pools.device
+    budget = size_pools(config, state, topology)
+    ranks = [RankId(p, t) for p in range(topology.pp) for t in range(topology.tp)]
+    layouts = tuple(layout_rank(state, budget.capacity, topology, rank, device) for rank in ranks)
+    transport = _transport(config)
+    manifest = InstanceManifest(
+        instance_id=config.name,
+        topology=topology,
+        model=described.fingerprint,
+        max_tokens=_max_tokens(config, described, budget.capacity, topology),
+        ranks=tuple(layout.manifest(0, transport) for layout in layouts),
+    )
+    return Planned(config, layouts, manifest, budget)
+
+
+def load_pair(prefill: str, decode: str, sets: Mapping[str, tuple[str, ...]]) -> tuple[WorkerConfig, WorkerConfig]:
+    """Both configurations, by role. Raises `ConfigError` when a file has the other role."""
+    configs = []
+    for role, path in (("prefill", prefill), ("decode", decode)):
+        config = load_worker(path, sets=sets[role])
+        if config.role != role:
+            raise ConfigError("the wrong role", where="$.role", expected=role, actual=config.role, file=path)
+        configs.append(config)
+    return configs[0], configs[1]
+
+
+def size_pools(config: WorkerConfig, state: StateSpec, topology: Topology) -> Budget:
+    """Capacities of every pool from a budget or from capacities. Raises `ConfigError` where the budget is too small."""
+    pools = config.pools
+    swa = pools.swa_tokens
+    if swa is None:
+        swa = window_pool_tokens(pools.rows, state.window_tokens, STEP_TOKENS, pools.page_tokens)
+    page = pools.page_tokens
+    tokens = pools.tokens if pools.tokens is not None else -(-DEFAULT_TOKENS // page) * page
+    capacity = Capacity(
+        tokens=tokens,
+        page_tokens=page,
+        rows=pools.rows,
+        slots=pools.slots or pools.rows,
+        swa_tokens=swa if state.window_tokens else 0,
+        interleave=pools.interleave,
+    )
+    if pools.memory_bytes is not None:
+        memory = {pools.device: pools.memory_bytes} | ({"cpu": pools.memory_bytes} if pools.device != "cpu" else {})
+        return plan_budget(state, topology, capacity, memory, pools.device)
+    layouts = [layout_rank(state, capacity, topology, RankId(p, 0), pools.device) for p in range(topology.pp)]
+    used: dict[str, int] = {}
+    for layout in layouts:
+        here: dict[str, int] = {}
+        for segment in layout.segments:
+            here[segment.device] = here.get(segment.device, 0) + segment.nbytes
+        used = {where: max(used.get(where, 0), here.get(where, 0)) for where in {*used, *here}}
+    fullest = max(layouts, key=lambda layout: layout.total_bytes)
+    return Budget(capacity, dict(used), used, lines_of(fullest))
+
+
+def _max_tokens(config: WorkerConfig, described: Described, capacity: Capacity, topology: Topology) -> int:
+    bounds = [described.max_tokens]
+    if "tokens" in described.state.roots:
+        bounds.append(capacity.tokens * topology.dcp)
+    if config.limits.max_prompt_tokens is not None:
+        bounds.append(config.limits.max_prompt_tokens)
+    return min(bounds)
+
+
+def _transport(config: WorkerConfig) -> Transport:
+    facts: Any = transports_of(config.backend.name, config.backend.options)
+    return Transport(
+        backend=config.backend.name,
+        host_memory=facts.host_memory,
+        device_memory=facts.device_memory,
+        same_host_only=facts.same_host_only,
+        host_id=f"the host of {config.advertised_host}",
+    )
