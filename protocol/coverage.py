@@ -36,7 +36,8 @@ def prove_coverage(
     manifest = dst_instance.rank(dst_rank)
     regions = [(c, r) for c in manifest.components for r in c.regions]
     plans = tuple(plans)
-    classes = np.array([_classes(src_instance, c.kind) for c, _ in regions], dtype=np.int64)
+    by_kind = {c.kind: _classes(src_instance, c.kind) for c in manifest.components}
+    classes = np.array([by_kind[c.kind] for c, _ in regions], dtype=np.int64)
     row_bytes = np.array([r.row_bytes for _, r in regions], dtype=np.int64)
     region, klass, start, length = _pieces(src_instance, dst_rank, plans)
     order = np.lexsort((start, klass, region))

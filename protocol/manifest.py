@@ -340,6 +340,11 @@ def semantic_space(space: AnySpace) -> AnySpace:
     return space.virtual if isinstance(space, LocalTok) else space
 
 
+def _any_rank(space: AnySpace) -> AnySpace:
+    """A local space as rank 0 has it: either all ranks hold shards of one virtual space, or all hold all of it."""
+    return LocalTok(virtual=space.virtual, dcp_rank=0) if isinstance(space, LocalTok) else space
+
+
 def check_instance(manifest: InstanceManifest) -> None:
     """Refuse an instance whose ranks contradict each other. Raises `ManifestError` with the path of the field."""
     first: dict[tuple[str, object], object] = {}
@@ -350,7 +355,7 @@ def check_instance(manifest: InstanceManifest) -> None:
             where = f"instance.rank[{rank.rank}].component[{component.kind}]"
             _check_space(component, rank, manifest.topology, where)
             for what, value in (
-                ("space", semantic_space(component.space)),
+                ("space", _any_rank(component.space)),
                 ("layout", component.layout),
                 ("optional", component.optional),
             ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -389,6 +390,18 @@ def test_context_spaces_follow_the_topology() -> None:
     refused(
         lambda: msgspec.structs.replace(right, ranks=swapped), "instance.rank[pp0/tp0].component[MLA].space.dcp_rank"
     )  # fmt: skip
+
+
+def test_ranks_do_not_mix_shards_and_copies() -> None:
+    own = Pools(dcp=2)
+    spec = Spec("MLA", own.virtual, (Part("latent", replicated=True),))
+    copies, shards = (build(Shape((replace(spec, local=local),), tp=2, dcp=2)) for local in (False, True))
+    for a, b in ((copies, shards), (shards, copies)):
+        refused(
+            lambda a=a, b=b: msgspec.structs.replace(a, ranks=(a.ranks[0], b.ranks[1])),
+            "instance.rank[pp0/tp1].component[MLA].space",
+            "LocalTok",
+        )
 
 
 def test_a_sliding_window_under_dcp_is_refused() -> None:
