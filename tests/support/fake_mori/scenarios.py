@@ -315,21 +315,23 @@ def what_the_library_gets() -> None:
 class Event:
     """A device event as torch has it."""
 
-    def __init__(self, *answers: bool | Exception) -> None:
-        self._answers = list(answers)
+    def __init__(self, answer: bool | Exception) -> None:
+        self.answer = answer
 
     def query(self) -> bool:
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
 def events_are_awaited() -> None:
     """Bytes are read after the event; one that fails ends the transfer with nothing moved."""
     writer, target, peer = pair()
-    waits = writer.backend.write(peer, pages([0]), after=Event(False, False, False, True))
-    assert state_of(writer.backend.write(peer, pages([1]))) is DONE, "another transfer does not wait for it"
+    event = Event(False)
+    waits = writer.backend.write(peer, pages([0]), after=event)
+    assert state_of(writer.backend.write(peer, pages([1]))) is DONE, "another transfer waits for it"
+    assert waits.poll() is TransferState.PENDING
+    event.answer = True
     assert state_of(waits) is DONE
     never = writer.backend.write(peer, pages([2]), after=Event(False), deadline_s=0.2)
     until(lambda: never.poll() is FAILED)
