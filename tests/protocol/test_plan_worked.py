@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from random import Random
 
 import pytest
 
@@ -12,7 +14,7 @@ from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.handshake import compare
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
-from sglang_pd.protocol.plan import compile_plan
+from sglang_pd.protocol.plan import PACKING_ORDER, compile_plan
 from sglang_pd.protocol.spaces import AnySpace, Page
 
 from . import oracle
@@ -281,3 +283,24 @@ def test_segments_of_other_numbers_and_offsets_are_followed() -> None:
     prefill = build(Shape((spec,), segments=2, lead_bytes=11))
     decode = build(Shape((spec,), segments=3, gap_bytes=5))
     hand_over(Pair(prefill, decode, oracle.Request(9), whole(9), False, 3))
+
+
+def test_packing_order_1() -> None:
+    # Staging packs in the order of descriptors, so the order is part of the protocol, whatever order manifests have.
+    prefill, decode = build(Shape(every_kind(Pools()), tp=2)), build(Shape(every_kind(Pools())[::-1], tp=1))
+    assert PACKING_ORDER == 1
+    plan = compile_plan(prefill, RankId(0, 0), decode, RankId(0, 0))
+    regions = [(c.kind, r.layer_id, r.part) for c in decode.ranks[0].components for r in c.regions]
+    entries = [
+        [(*regions[d], b) for d, b in zip(move.dst_region.tolist(), move.dst_inner.tolist(), strict=True)]
+        for move in plan.moves
+    ]
+    assert all(move == sorted(move) and len({kind for kind, *_ in move}) == 1 for move in entries)
+    assert [move[0] for move in entries] == sorted(move[0] for move in entries)
+    request = oracle.Request(11)
+    needed = NeededLists(*(needed_lists(side, side.kinds) for side in (prefill, decode)))
+    lists = [oracle.ingest(oracle.make_lists(side, request, Random(1))) for side in (prefill, decode)]
+    batch = bind(plan, RoomIndices.of(needed, Prompt(11), *lists), Chunk(0, 11, last=True))
+    order = [entry[:3] for move in entries for entry in move]
+    seen = [regions[number] for number in batch.dst_region.tolist()]
+    assert [key for key, _ in groupby(seen)] == [key for key, _ in groupby(order)]
