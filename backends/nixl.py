@@ -17,7 +17,8 @@ What `revoke(epoch)` proves: the destination's agent has been destroyed, with ev
 (`engine_closed`; it costs every connection, `describe` has changed and peers connect anew, outgoing ones too). That
 stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
 where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
-has exited. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC.
+has exited. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC:
+`capabilities` says `none` where those are possible.
 A revoked epoch must not be given the new blob.
 
 Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
@@ -118,6 +119,7 @@ class NixlBackend(Backend):
         self._segments: tuple[Segment, ...] = ()
         self._own: dict[int, Segment] = {}
         self._side = Side(())
+        self._device = options.device_memory and nixl_memory.cuda_present()
         self._closed = False
         probe = None if self._key(()) in _found else Probe(library.package, options)
         self._engine = Engine(library, options, epoch)
@@ -144,9 +146,9 @@ class NixlBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do here. `revoke_proof` is `none` once device memory is registered."""
+        """What this backend can do here, with these options."""
         spins = self._options.progress_thread
-        device = nixl_memory.cuda_present()
+        device = self._device
         return Capabilities(
             name="nixl",
             host_memory=True,
@@ -165,7 +167,7 @@ class NixlBackend(Backend):
     def _proof(self) -> Literal["engine_closed", "none"]:
         if self._options.plugin != "UCX" or may_use_rdma(self._options, self.settings, rdma_devices()):
             return "none"
-        return "engine_closed" if self._side.host_only else "none"
+        return "none" if self._device else "engine_closed"
 
     @property
     def epoch(self) -> int:
@@ -177,6 +179,7 @@ class NixlBackend(Backend):
     def allocate(self, nbytes: int, device: str = "cpu") -> Segment:
         """Zeroed memory, page aligned on the host. Raises `BackendError` (`memory_refused`)."""
         self._check_open()
+        self._check_device(nbytes, device)
         segment = nixl_memory.allocate(nbytes, device)
         self._own[segment.address] = segment
         return segment
@@ -186,6 +189,7 @@ class NixlBackend(Backend):
         self._check_open()
         if not _DEVICE.fullmatch(segment.device) or segment.nbytes <= 0 or segment.address <= 0:
             raise nixl_memory.refused("not a segment", segment.nbytes, segment.device, actual=repr(segment))
+        self._check_device(segment.nbytes, segment.device)
         if segment.device == "cpu":
             nixl_memory.check_host(segment)
         else:
@@ -367,6 +371,12 @@ class NixlBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="nixl")
+
+    def _check_device(self, nbytes: int, device: str) -> None:
+        if device != "cpu" and not self._options.device_memory:
+            raise nixl_memory.refused(
+                "device memory is switched off", nbytes, device, hint="$.backend.options.device_memory"
+            )
 
     def _mine(self, peer: Peer) -> NixlPeer:
         if not isinstance(peer, NixlPeer):

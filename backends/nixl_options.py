@@ -47,6 +47,8 @@ class NixlOptions:
     max_descriptors_per_post, max_bytes_per_post: the largest piece handed to the library in one call; between pieces
         this backend's thread serves other peers and deadlines.
     max_deadline_s: longest deadline in seconds that a write gets, whatever it asks for; None: as asked.
+    device_memory: let device memory be registered where there is a device. There is no proof of revocation for it, so
+        false keeps that proof on a machine with a GPU.
     allow_tcp_for_device: let device memory travel over TCP, or over a transport that could not be found out.
     allow_untested_version: run with a nixl other than 1.5.
     probe_timeout_s: longest time in seconds for the child process that finds the transport in use.
@@ -59,6 +61,7 @@ class NixlOptions:
     max_descriptors_per_post: int = 4096
     max_bytes_per_post: int = 64 << 20
     max_deadline_s: float | None = None
+    device_memory: bool = True
     allow_tcp_for_device: bool = False
     allow_untested_version: bool = False
     probe_timeout_s: float = 30.0
@@ -82,7 +85,7 @@ def parse_options(options: Mapping[str, Any]) -> NixlOptions:
     values = dict(options)
     values["plugin"] = _plugin(values.get("plugin", "UCX"))
     values["plugin_params"] = _params(values["plugin"], values.get("plugin_params", {}))
-    for name in ("progress_thread", "allow_tcp_for_device", "allow_untested_version"):
+    for name in ("progress_thread", "device_memory", "allow_tcp_for_device", "allow_untested_version"):
         _expect(name, values, lambda v: isinstance(v, bool), "true or false")
     _expect("num_threads", values, lambda v: _whole(v) and 0 <= v <= 256, "a whole number from 0 to 256")
     _expect("max_descriptors_per_post", values, lambda v: _whole(v) and 1 <= v <= 1 << 20, "1 to 1048576")
