@@ -87,8 +87,11 @@ class Allocator:
         lease = Lease(self, self._generation + 1)
         try:
             for space, pool in self.pools.items():
-                none = np.empty(0, np.int64)
-                lease.holdings[space] = Holding(none if isinstance(space, Page) else pool.take(1, lease.generation))
+                if isinstance(space, Page):
+                    first = self._span(space, tokens, window_stop)[0]
+                    lease.holdings[space] = Holding(np.empty(0, np.int64), first)
+                else:
+                    lease.holdings[space] = Holding(pool.take(1, lease.generation))
             if prefix is not None:
                 self._share(lease, prefix[0], prefix[1], (tokens, window_stop))
             self.extend(lease, tokens, window_stop)
@@ -128,22 +131,21 @@ class Allocator:
 
     def extend(self, lease: Lease, tokens: int, window_stop: int) -> None:
         """Serve `Lease.advance`: all or nothing."""
-        wanted: list[tuple[AnySpace, Holding, int, int]] = []
+        wanted: list[tuple[AnySpace, Holding, int]] = []
         for space, holding in lease.holdings.items():
             if isinstance(space, Page):
-                first, end = self._span(space, tokens, window_stop)
-                at = holding.stop if holding.indices.shape[0] else max(first, holding.first)
-                wanted.append((space, holding, at, max(0, end - at)))
-        for space, _, _, count in wanted:
+                end = self._span(space, tokens, window_stop)[1]
+                wanted.append((space, holding, max(0, end - holding.stop)))
+        for space, _, count in wanted:
             if count > self.pools[space].free:
                 self.pools[space].take(count, lease.generation)  # raises, naming what is missing
-        for space, holding, at, count in wanted:
+        for space, holding, count in wanted:
             if count:
-                holding.first = holding.first if holding.indices.shape[0] else at
                 taken = self.pools[space].take(count, lease.generation)
                 holding.indices = np.concatenate([holding.indices, taken])
-        lease.tokens = max(lease.tokens, tokens)
-        lease.changed()
+        if tokens > lease.tokens or any(count for _, _, count in wanted):
+            lease.tokens = max(lease.tokens, tokens)
+            lease.changed()
 
     def trim(self, lease: Lease, stop: int) -> None:
         """Serve `Lease.settle`."""

@@ -182,14 +182,17 @@ class Lease:
 
     # --- what others see ---
 
-    def lists(self, prompt: Prompt) -> IndexLists:
+    def lists(self, prompt: Prompt, *, windows: bool = True) -> IndexLists:
         """The index lists that a room needs of this side, one a list space.
 
         A source passes a prompt with prefix 0 and lists the whole prompt; a destination lists what lies behind its
-        prefix. Raises `PlanError` (`count_mismatch`) where the lease holds too little.
+        prefix. windows: False leaves sliding windows out, whose pages at the prompt's end prefill does not hold yet.
+        Raises `PlanError` (`count_mismatch`) where the lease holds too little.
         """
         result: dict[AnySpace, Idx[Any]] = {}
         for space, holding in self.holdings.items():
+            if not windows and isinstance(space, Page) and isinstance(space.of, SwaTok):
+                continue
             first, count = first_page(space, prompt), list_count(space, prompt)
             if count and (first < holding.first or first + count > holding.stop):
                 raise PlanError(

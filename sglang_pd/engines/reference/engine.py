@@ -1,0 +1,211 @@
+"""The reference engine: requests, chunks and batches over one rank's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request
+from sglang_pd.engines.reference.config import ReferenceConfig, state_spec
+from sglang_pd.engines.reference.grid import linear, rms
+from sglang_pd.engines.reference.links import Links
+from sglang_pd.engines.reference.stage import Stage
+from sglang_pd.engines.reference.step import Sequence, StepBuilder
+from sglang_pd.engines.reference.weights import Cut, Weights, build
+from sglang_pd.engines.sampling import choose
+from sglang_pd.memory.lease import Tables
+from sglang_pd.memory.pools import RankPools
+from sglang_pd.memory.spec import StateSpec
+from sglang_pd.protocol.errors import ConfigError, RoomError
+from sglang_pd.protocol.manifest import RankId, Topology
+
+MAX_TOKENS = 8192
+"""Longest sequence: attention's sums of up to this many values (below 16, on 2**-36) stay exact."""
+
+
+DELTA_TOKENS = 4
+"""Leading tokens that decide a request's coordinates: fewer than a page, so that requests with equal pages agree."""
+
+
+def position_delta(token_ids: NDArray[np.int64]) -> tuple[int, int, int]:
+    """Offsets of the three coordinate axes, from the prompt's beginning: requests differ, and every run agrees."""
+    start = np.ascontiguousarray(token_ids[:DELTA_TOKENS], dtype="<i8")
+    digest = xxhash.xxh3_64_intdigest(start.tobytes())
+    return digest % 61, digest // 61 % 59, digest // 3599 % 53
+
+
+class ReferenceEngine:
+    """Implements `engines.base.Engine`. Between calls it keeps, of a request, only what the handoff record carries."""
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        topology: Topology | None = None,
+        rank: RankId | None = None,
+        links: Links | None = None,
+        stage_starts: tuple[int, ...] = (),
+        device: str = "cpu",
+    ) -> None:
+        self.config = config
+        self.topology, self.rank = topology or Topology(), rank or RankId(0, 0)
+        self._links, self._device = links or Links(), device
+        self._state = state_spec(config, stage_starts)
+        self._check_topology()
+        self._layers = self._state.stage_layers(self.topology, self.rank.pp_rank)
+        self._cut = Cut(self.topology.tp, self.rank.tp_rank, self.topology.dcp)
+        self._weights: Weights = build(config, self._layers, self._cut, device)
+        self._stage: Stage | None = None
+        self._builder: StepBuilder | None = None
+        self._sequences: dict[str, Sequence] = {}
+
+    def _check_topology(self) -> None:
+        c, tp = self.config, self.topology.tp
+        cut = {"heads": c.heads, "mlp": c.mlp, "gdn_key_heads": c.gdn_key_heads if c.layers_of("gdn") else tp}
+        for field, units in cut.items():
+            if units % tp:
+                raise ConfigError(
+                    "the model cannot be cut over these ranks", where=f"engine.{field}",
+                    expected=f"a multiple of tp = {tp}", actual=units,
+                )  # fmt: skip
+
+    # --- Engine ---
+
+    def describe(self) -> ModelFacts:
+        """See `Engine`."""
+        c = self.config
+        return ModelFacts(c.fingerprint, self._state, MAX_TOKENS, c.vocab, c.eos, c.page_multiple)
+
+    @property
+    def state(self) -> StateSpec:
+        """The model's state, to lay out pools for."""
+        return self._state
+
+    def attach(self, pools: RankPools) -> None:
+        """See `Engine`."""
+        if (pools.layout.topology, pools.layout.rank) != (self.topology, self.rank):
+            raise ConfigError(
+                "pools of another rank", where="engine.attach", expected=f"{self.topology} {self.rank}",
+                actual=f"{pools.layout.topology} {pools.layout.rank}",
+            )  # fmt: skip
+        self._pools = pools
+        self._stage = Stage(self.config, self._weights, self._cut, self._links, pools)
+        self._builder = StepBuilder(self.config, pools.layout, self._device)
+        self._sequences.clear()
+
+    def start(self, request: Request, tables: Tables) -> None:
+        """See `Engine`."""
+        ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
+        where = f"request {request.request_id}"
+        if ids.ndim != 1 or not ids.size:
+            raise RoomError("a request has at least one token", code="prompt_empty", where=where)
+        if ids.size >= MAX_TOKENS:
+            raise RoomError(
+                "the request can never fit", code="prompt_too_long", where=where, expected=f"below {MAX_TOKENS}",
+                actual=ids.size,
+            )  # fmt: skip
+        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab:
+            raise RoomError("a token outside the vocabulary", code="request_rejected", where=where)
+        if request.request_id in self._sequences:
+            raise RoomError("that request is known already", code="request_rejected", where=where)
+        self._pools.reset(tables)
+        self._sequences[request.request_id] = Sequence(
+            request.request_id, position_delta(ids), request.sampling, tables, prompt=ids
+        )
+
+    def prefill(self, chunk: PrefillChunk) -> Output | None:
+        """See `Engine`."""
+        sequence = self._known(chunk.request_id)
+        prompt = sequence.prompt
+        if prompt is None or chunk.start != sequence.tokens or not chunk.start < chunk.stop <= len(prompt):
+            raise RoomError(
+                "a chunk continues where the last one stopped", code="request_rejected", where=chunk.request_id,
+                expected=f"start {sequence.tokens}, stop up to {0 if prompt is None else len(prompt)}",
+                actual=f"[{chunk.start}, {chunk.stop})",
+            )  # fmt: skip
+        sequence.tables = chunk.tables
+        logits = self._forward([sequence], prompt[None, chunk.start : chunk.stop])
+        if logits is None or chunk.stop < len(prompt):
+            return None
+        output = self._sampled(sequence, logits[0])
+        sequence.first = (output.token, output.logprob)
+        return output
+
+    def handoff(self, request_id: str) -> HandoffRecord:
+        """See `Engine`."""
+        sequence = self._known(request_id)
+        if sequence.first is None or sequence.drawn != 1:
+            raise RoomError("the prompt is not prefilled here", code="request_rejected", where=request_id)
+        return HandoffRecord(
+            model=self.config.fingerprint,
+            prompt_tokens=sequence.tokens,
+            first_token=sequence.first[0],
+            first_logprob=sequence.first[1],
+            sampling=sequence.sampling,
+            sampled=sequence.drawn,
+            position_delta=sequence.delta,
+        )
+
+    def admit(self, request_id: str, record: HandoffRecord, tables: Tables) -> None:
+        """See `Engine`."""
+        if record.model != self.config.fingerprint or len(record.position_delta) != 3:
+            raise RoomError(
+                "the record belongs to another model", code="request_rejected", where=request_id,
+                expected=self.config.fingerprint, actual=record.model,
+            )  # fmt: skip
+        if not 0 <= record.first_token < self.config.vocab or record.prompt_tokens >= MAX_TOKENS:
+            raise RoomError("the record is not possible", code="request_rejected", where=request_id)
+        a, b, c = record.position_delta
+        self._sequences[request_id] = Sequence(
+            request_id, (a, b, c), record.sampling, tables, tokens=record.prompt_tokens, drawn=record.sampled
+        )
+
+    def decode(self, batch: SequenceOf[DecodeItem]) -> list[Output] | None:
+        """See `Engine`."""
+        sequences = [self._known(item.request_id) for item in batch]
+        for sequence, item in zip(sequences, batch, strict=True):
+            sequence.tables = item.tables
+            if sequence.tokens >= MAX_TOKENS:
+                raise RoomError("the sequence is at its longest", code="prompt_too_long", where=item.request_id)
+        logits = self._forward(sequences, np.array([[item.token] for item in batch], dtype=np.int64))
+        if logits is None:
+            return None
+        return [self._sampled(sequence, row) for sequence, row in zip(sequences, logits, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        """See `Engine`."""
+        self._sequences.pop(request_id, None)
+
+    # --- inside ---
+
+    def _known(self, request_id: str) -> Sequence:
+        if request_id not in self._sequences:
+            raise RoomError("no such request in this engine", code="request_rejected", where=request_id)
+        return self._sequences[request_id]
+
+    def _sampled(self, sequence: Sequence, logits: NDArray[np.float64]) -> Output:
+        token, logprob = choose(logits, sequence.sampling, sequence.drawn)
+        sequence.drawn += 1
+        return Output(sequence.request_id, token, logprob, logits)
+
+    def _forward(self, sequences: list[Sequence], ids: NDArray[np.int64]) -> NDArray[np.float64] | None:
+        """One step of this stage; float64 [B, vocab] logits of the last new token on the last stage."""
+        if self._stage is None or self._builder is None:
+            raise ConfigError("the engine has no pools", where="engine.attach")
+        with torch.inference_mode():
+            step = self._builder.build(sequences, ids)
+            if self.rank.pp_rank == 0:
+                x = self._weights.embedding[step.ids]
+            else:
+                x = self._links.recv((step.batch, step.count, self.config.hidden))
+            x = self._stage.run(x, step)
+            for sequence in sequences:
+                sequence.tokens += step.count
+            if self.rank.pp_rank < self.topology.pp - 1:
+                self._links.send(x)
+                return None
+            result: NDArray[np.float64] = linear(rms(x[:, -1]), self._weights.head).cpu().numpy()
+            return result

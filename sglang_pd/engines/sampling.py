@@ -1,0 +1,37 @@
+"""Choosing a token from logits, repeatable on any machine: the draw depends on (seed, number of the draw) alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.engines.base import Sampling
+from sglang_pd.protocol.digest import mix64
+
+
+def logprobs(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Log-softmax over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def choose(logits: NDArray[np.float64], sampling: Sampling, drawn: int) -> tuple[int, float]:
+    """The token and its log-probability. logits: float64 [vocabulary]. drawn: tokens drawn before this one."""
+    log_probability = logprobs(logits)
+    if sampling.temperature == 0.0:
+        token = int(np.argmax(logits))  # the first of equal ones
+    else:
+        weights: Any = np.exp(logprobs(logits / sampling.temperature))
+        edges = np.cumsum(weights)
+        token = int(np.searchsorted(edges, uniform(sampling.seed, drawn) * edges[-1], side="right"))
+        token = min(token, logits.shape[0] - 1)
+    return token, float(log_probability[token])
+
+
+def uniform(seed: int, drawn: int) -> float:
+    """A number in [0, 1) for one draw."""
+    key = mix64(np.array([seed], dtype=np.uint64)) ^ np.uint64(drawn)
+    return float(mix64(key)[0] >> np.uint64(11)) * 2.0**-53
