@@ -1,0 +1,194 @@
+"""Decode's engine thread: leases memory, opens rooms, admits what arrived, decodes all that is admitted in a batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sglang_pd.engines.base import DecodeItem, HandoffRecord
+from sglang_pd.memory.lease import Lease
+from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.worker.endpoint import DecodeEndpoint
+from sglang_pd.worker.events import EventKind, RoomEvent
+from sglang_pd.worker.jobs import Failed, Finished, Job, Token
+from sglang_pd.worker.parts import Parts
+from sglang_pd.worker.runner import Runner, gone
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that holds memory. Its lease is armed until RELEASABLE, the engine's from then on."""
+
+    job: Job
+    lease: Lease
+    handle: int
+    opened_s: float
+    record: bytes | None = None
+    admitted: bool = False
+    failed: bool = False
+    next_token: int = 0
+    position: int = 0
+    """Where `next_token` goes in the sequence."""
+    produced: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+
+class DecodeRunner(Runner):
+    """Runs requests from their open to their last token."""
+
+    def __init__(self, parts: Parts, endpoint: DecodeEndpoint, *, max_batch: int = 64, max_queue: int = 1024) -> None:
+        super().__init__(parts, endpoint, max_queue=max_queue, name="pd-decode-engine")
+        self._decode_endpoint = endpoint
+        self._max_batch = max_batch
+        self._jobs: dict[int, _Running] = {}
+
+    @property
+    def running(self) -> int:
+        """See `Runner`."""
+        return len(self._jobs)
+
+    def tokens_needed(self, job: Job) -> int:
+        """See `Runner`. The last token's own position is never computed."""
+        return len(job.token_ids) + max(0, job.max_new_tokens - 1)
+
+    def _cancel(self, room: int, reason: str) -> None:
+        for job in [job for job in self.queued if job.room == room]:
+            self.queued.remove(job)
+            self.tell(job, Failed(gone(reason)))
+        for entry in [entry for entry in self._jobs.values() if entry.job.room == room]:
+            if entry.admitted:
+                self.tell(entry.job, Failed(gone(reason)))
+                self._drop(entry)
+            else:
+                self._endpoint.abort(room, reason)
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: RoomEvent) -> None:
+        entry = self._jobs.get(event.handle)
+        if entry is None:
+            return
+        if event.kind is EventKind.ADMITTED:
+            entry.record = event.record
+            entry.stages_s["hand_over"] = time.monotonic() - entry.opened_s
+        elif event.kind in (EventKind.FAILED, EventKind.ABORTED):
+            entry.failed = True
+            entry.lease.quarantine(event.error.code if event.error else "failed", time.monotonic())
+            if event.error is not None:
+                self.tell(entry.job, Failed(event.error))
+        elif event.kind is EventKind.RELEASABLE:
+            self._memory_is_ours(entry)
+
+    def _memory_is_ours(self, entry: _Running) -> None:
+        """No peer writes into the lease any more: the request is admitted, or its memory goes back."""
+        self.parts.pools.disarm(entry.lease.generation)
+        if entry.failed:
+            del self._jobs[entry.handle]
+            self.parts.allocator.fenced(entry.lease.generation)
+            return
+        entry.lease.disarm()
+        try:
+            self._admit(entry)
+        except PdError as error:
+            self.tell(entry.job, Failed(error.info()))
+            self._drop(entry)
+
+    def _admit(self, entry: _Running) -> None:
+        if entry.record is None:
+            raise RoomError("a room was released before it was admitted", code="internal", where=entry.job.request_id)
+        record = HandoffRecord.decode(entry.record)
+        tokens = len(entry.job.token_ids)
+        if record.prompt_tokens != tokens or record.model != self.parts.facts.fingerprint:
+            raise RoomError(
+                "the handoff record is of another prompt or model",
+                code="prompt_mismatch",
+                where=entry.job.request_id,
+                expected=f"{tokens} tokens of {self.parts.facts.fingerprint}",
+                actual=f"{record.prompt_tokens} tokens of {record.model}",
+            )
+        self.parts.engine.admit(entry.job.request_id, record, entry.lease.tables())
+        entry.admitted = True
+        self._produce(entry, Token(record.first_token, record.first_logprob, tokens))
+
+    # --- decoding ----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        self._open_queued()
+        batch = [entry for entry in self._jobs.values() if entry.admitted][: self._max_batch]
+        if not batch:
+            return False
+        items, ready = [], []
+        for entry in batch:
+            try:
+                entry.lease.advance(entry.position + 1)
+            except PdError as error:
+                self.tell(entry.job, Failed(error.info()))
+                self._drop(entry)
+                continue
+            items.append(DecodeItem(entry.job.request_id, entry.next_token, entry.lease.tables()))
+            ready.append(entry)
+        if items:
+            self._decode(ready, items)
+        return True
+
+    def _decode(self, ready: list[_Running], items: list[DecodeItem]) -> None:
+        try:
+            outputs = self.parts.engine.decode(items) or []
+        except PdError as error:
+            for entry in ready:
+                self.tell(entry.job, Failed(error.info()))
+                self._drop(entry)
+            return
+        for entry, output in zip(ready, outputs, strict=True):
+            entry.lease.settle(entry.position + 1)
+            logits = output.logits if entry.job.keep_logits else None
+            self._produce(entry, Token(output.token, output.logprob, entry.position + 1, logits))
+
+    def _produce(self, entry: _Running, token: Token) -> None:
+        """A token was chosen: tell, and end the request where it ends."""
+        job = entry.job
+        entry.next_token, entry.position = token.token, token.position
+        entry.produced += 1
+        self.tokens_done += 1
+        self.tell(job, token)
+        ends = token.token in job.stop_tokens or (token.token == self.parts.facts.eos_token and not job.ignore_eos)
+        if ends or entry.produced >= job.max_new_tokens:
+            reason = "stop" if ends else "length"
+            entry.stages_s["decode"] = time.monotonic() - entry.opened_s - entry.stages_s.get("hand_over", 0.0)
+            self.tell(job, Finished(reason, len(job.token_ids), entry.produced, entry.stages_s))
+            self._drop(entry)
+
+    def _drop(self, entry: _Running) -> None:
+        """The request is over and its memory the engine's own: give it back."""
+        self._jobs.pop(entry.handle, None)
+        self.parts.engine.release(entry.job.request_id)
+        entry.lease.release()
+
+    def _open_queued(self) -> None:
+        while self.queued:
+            job = self.queued[0]
+            try:
+                lease = self.parts.allocator.lease(self.tokens_needed(job), window_stop=len(job.token_ids))
+            except RoomError as error:
+                if error.code == "pool_exhausted":
+                    return
+                self.queued.popleft()
+                self.refuse(job, error)
+                continue
+            self.queued.popleft()
+            self._open(job, lease)
+
+    def _open(self, job: Job, lease: Lease) -> None:
+        lease.arm()
+        self.parts.pools.arm(lease.tables())
+        try:
+            lists = lease.lists(Prompt(len(job.token_ids)))
+            handle = self._decode_endpoint.open(job.room, job.address, job.token_ids, lists)
+        except PdError as error:
+            self.parts.pools.disarm(lease.generation)
+            lease.disarm()
+            lease.release()
+            self.refuse(job, error)
+            return
+        self._jobs[handle] = _Running(job, lease, handle, time.monotonic())

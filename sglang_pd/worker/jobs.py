@@ -1,0 +1,64 @@
+"""What the faces hand to the runners, and what runners tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_pd.engines.base import Sampling
+from sglang_pd.protocol.errors import ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One chosen token. position: its place in the sequence, prompt included. logits: host array, if asked for."""
+
+    token: int
+    logprob: float
+    position: int
+    logits: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job ended well. reason: `stop` (end token), `length`, or `handed_over` at prefill."""
+
+    reason: str
+    prompt_tokens: int
+    tokens: int
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job ended by an error; its first cause."""
+
+    error: ErrorInfo
+
+
+Update = Token | Finished | Failed
+Sink = Callable[[Update], None]
+"""Called on the runner's thread; must not block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One sequence. room: of the hand-over. token_ids: int64 [prompt]. address: prefill's control, at decode only.
+
+    max_new_tokens counts the first token, which prefill chose. ignore_eos: go on past the end token.
+    """
+
+    room: int
+    request_id: str
+    token_ids: NDArray[np.int64]
+    sink: Sink
+    sampling: Sampling = field(default_factory=Sampling)
+    address: str = ""
+    max_new_tokens: int = 16
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    keep_logits: bool = False
