@@ -1,0 +1,269 @@
+"""The local backend beyond the conformance suite: its door, its proofs, its deadlines. Both ends in one process."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from sglang_pd.backends import local_link
+from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.local import LocalBackend
+from sglang_pd.backends.local_link import Hello, Welcome, host_identity, pack_address, receive_message, unpack_address
+from sglang_pd.backends.local_memory import map_peer_memory
+from sglang_pd.backends.registry import create_backend
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
+from sglang_pd.testing.memory import fill, read_bytes
+from sglang_pd.testing.pattern import Ranges, make_batch, pages
+
+SIZE = 1 << 22
+
+
+def make(epoch: int) -> LocalBackend:
+    backend = create_backend("local", epoch=epoch)
+    assert isinstance(backend, LocalBackend)
+    backend.register([backend.allocate(SIZE)])
+    return backend
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[LocalBackend, LocalBackend]]:
+    writer, target = make(11), make(22)
+    yield writer, target
+    writer.close()
+    target.close()
+
+
+def eventually(condition: object, within_s: float = 10.0) -> bool:
+    assert callable(condition)
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+
+def test_a_batch_whose_event_never_happens_is_unknown_then_failed(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    transfer = writer.write(peer, pages(1, 64, 16384, (SIZE,), (SIZE,)), after=Never(), deadline_s=0.05)
+    assert transfer.poll() is TransferState.PENDING and not writer.fence(peer)
+    assert eventually(lambda: transfer.poll() is not TransferState.PENDING)
+    assert transfer.error is not None and transfer.error.code == "transfer_timeout"
+    assert eventually(lambda: transfer.poll() is TransferState.FAILED)
+    assert writer.fence(peer)
+
+
+def test_disconnect_says_goodbye_and_that_is_a_proof(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    assert not target.revoke(11), "the writer's process (this one) lives"
+    writer.disconnect(peer)
+    assert eventually(lambda: target.revoke(11))
+    with pytest.raises(BackendError, match="revoked"):
+        writer.connect(target.describe(), 22)
+
+
+def test_disconnect_with_a_batch_in_the_queue_waits_for_quiet(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    transfer = writer.write(peer, pages(1, 64, 16384, (SIZE,), (SIZE,)), after=Never())
+    writer.disconnect(peer)
+
+    def failed() -> bool:
+        writer.progress()
+        return transfer.poll() is TransferState.FAILED
+
+    assert eventually(failed)
+    assert eventually(lambda: writer.progress() is None and target.revoke(11))
+
+
+def test_a_closed_peer_is_lost_and_wakes_the_owner_once(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    assert peer.lost is None
+    wakeup = writer.wakeup_fd()
+    assert wakeup is not None
+    target.close()
+    assert eventually(lambda: local_link.is_dead(wakeup))
+    writer.progress()
+    assert not local_link.is_dead(wakeup), "a lost peer must not keep its owner awake"
+    assert peer.lost is not None and peer.lost.code == "peer_lost"
+    transfer = writer.write(peer, pages(1, 4, 4096, (SIZE,), (SIZE,)))
+    assert transfer.poll() is TransferState.FAILED
+
+
+def test_a_finished_copy_wakes_the_owner(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    wakeup = writer.wakeup_fd()
+    assert wakeup is not None
+    transfer = writer.write(peer, pages(1, 200, 16384, (SIZE,), (SIZE,)))
+    assert eventually(lambda: local_link.is_dead(wakeup))
+    assert eventually(lambda: transfer.poll() is TransferState.DONE)
+
+
+def door(target: LocalBackend) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(5.0)
+    sock.connect(unpack_address(target.describe()).socket_name)
+    return sock
+
+
+def hello(version: int = local_link.VERSION, wants: int = 22) -> bytes:
+    body = msgspec.msgpack.encode(Hello(version, 77, wants))
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"\xff" * 16, b"\x05\0\0\0hello", struct.pack("<I", 2**31), b"\0\0\0\0", b"G" * 8000],
+    ids=["noise", "no message", "huge", "empty", "long"],
+)
+def test_nonsense_is_hung_up_on_and_harms_nobody(pair: tuple[LocalBackend, LocalBackend], said: bytes) -> None:
+    writer, target = pair
+    with door(target) as sock:
+        sock.sendall(said)
+        if len(said) < 5000 and struct.unpack("<I", said[:4])[0] > len(said):
+            sock.shutdown(socket.SHUT_WR)  # a message that will never be complete
+        try:
+            assert sock.recv(100) == b""
+        except ConnectionResetError:
+            pass
+    assert writer.connect(target.describe(), 22).epoch == 22
+    assert target.revoke(77), "nobody was given memory"
+
+
+def test_silent_clients_do_not_hold_up_others(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    silent = [door(target) for _ in range(30)]
+    began = time.monotonic()
+    writer.connect(target.describe(), 22)
+    assert time.monotonic() - began < 2.0
+    for sock in silent:
+        sock.close()
+
+
+@pytest.mark.parametrize(("version", "wants", "code"), [(99, 22, "version_unsupported"), (1, 23, "epoch_stale")])
+def test_a_wrong_hello_is_told_why(
+    pair: tuple[LocalBackend, LocalBackend], version: int, wants: int, code: str
+) -> None:
+    with door(pair[1]) as sock:
+        sock.sendall(hello(version, wants))
+        assert receive_message(sock, Welcome, 4096, 5.0).code == code
+
+
+def test_another_host_is_refused_by_name(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    address = unpack_address(pair[1].describe())
+    elsewhere = pack_address(msgspec.structs.replace(address, host="another/1"))
+    with pytest.raises(BackendError, match="not on this host"):
+        pair[0].connect(elsewhere, 22)
+    assert address.host == host_identity()
+
+
+def test_nobody_at_the_address_is_peer_lost(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    blob = pair[1].describe()
+    pair[1].close()
+    with pytest.raises(TransferError) as caught:
+        pair[0].connect(blob, 22)
+    assert caught.value.code == "peer_lost"
+
+
+def test_a_peer_that_announces_too_much_is_left() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, make(11) as writer:
+        door.bind(b"\0sglang-pd-test/" + os.urandom(8).hex().encode())
+        door.listen(1)
+
+        def serve() -> None:
+            sock, _ = door.accept()
+            sock.sendall(struct.pack("<I", 2**31))
+            sock.recv(8192)
+            sock.close()
+
+        server = threading.Thread(target=serve)
+        server.start()
+        blob = pack_address(local_link.Address(22, door.getsockname(), host_identity()))
+        with pytest.raises(TransferError, match="the limit is"):
+            writer.connect(blob, 22)
+        server.join()
+
+
+def test_memory_that_could_shrink_is_not_mapped() -> None:
+    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(BackendError, match="not the memory it announced"):
+        map_peer_memory(fd, 8192)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_connections_leave_nothing_behind(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+
+    def churn(times: int) -> int:
+        for _ in range(times):
+            writer.disconnect(writer.connect(target.describe(), 22))
+        assert eventually(lambda: not target._listener._open and not target._listener._holders)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert churn(5) == churn(100)
+
+
+def test_a_fork_may_not_use_it(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.write(peer, pages(1, 4, 4096, (SIZE,), (SIZE,)))
+            os.write(write, b"accepted")
+        except BackendUnavailable as error:
+            os.write(write, error.message.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    assert b"not to its fork" in os.read(read, 1000)
+    os.close(read)
+    os.waitpid(child, 0)
+
+
+def test_several_segments_and_a_peer_of_its_own_process(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    (extra,) = target.register([target.allocate(4096)])
+    assert extra.number == 1
+    peer = writer.connect(target.describe(), 22)
+    assert peer.segment_bytes == (SIZE, 4096)
+    own = writer._segments[0]
+    fill(own, 0, SIZE, 9)
+    zero, one = np.array([0]), np.array([1])
+    batch = make_batch(Ranges(zero, zero), Ranges(one, zero), np.array([4096]), (SIZE,), (SIZE, 4096))
+    assert writer.write(peer, batch).poll() is TransferState.DONE
+    assert (read_bytes(extra, 0, 4096) == 9).all()
+    assert not np.any(read_bytes(target._segments[0], 0, SIZE))
+
+
+def test_options_are_checked() -> None:
+    for options in ({"copy_threads": 0}, {"copy_threads": "two"}, {"threads": 2}):
+        with pytest.raises(ConfigError) as caught:
+            create_backend("local", epoch=1, options=options)
+        assert caught.value.where == "$.backend.options"
+
+
+def test_device_memory_without_a_device_names_what_is_missing(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    if pair[0].capabilities.device_memory:
+        pytest.skip("this machine has what it takes")
+    with pytest.raises(BackendUnavailable) as caught:
+        pair[0].allocate(4096, "cuda:0")
+    assert caught.value.hint
