@@ -126,8 +126,21 @@ class RoomIndices:
         return RoomIndices(prompt, src, dst)
 
     def completed(self, needed: NeededLists, late: IndexLists) -> RoomIndices:
-        """With the source lists that came with the last chunk; afterwards none may be missing. Raises as `of`."""
-        src = {**self.src, **{space: idx for space, idx in late.items() if space not in self.src}}
+        """With the source lists that came with the last chunk; afterwards none may be missing. Raises as `of`.
+
+        A list that was given before may come again, but not as another one: chunks were bound to the first.
+        """
+        for space, idx in late.items():
+            if self.src.get(space, idx) != idx:
+                kind = needed.src.get(space, "")
+                raise PlanError(
+                    "a list that was given before is another now",
+                    code="index_invalid",
+                    where=f"source list for {kind}",
+                    expected="the same indices",
+                    component=kind,
+                )
+        src = {**late, **self.src}
         check_lists(needed.src, src, Prompt(self.prompt.tokens), "source")
         return RoomIndices(self.prompt, src, self.dst)
 

@@ -14,7 +14,7 @@ from sglang_pd.protocol.errors import IndexOutOfSpace, PdError, PlanError, Space
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.pairing import Pairing, Record
-from sglang_pd.protocol.spaces import AnySpace, LocalTok, Page, VirtualTok
+from sglang_pd.protocol.spaces import AnySpace, LocalTok, Page, SwaTok, VirtualTok
 
 from . import oracle
 from .builders import Part, Pools, Shape, Spec, build, every_kind
@@ -220,6 +220,57 @@ def test_an_index_twice_is_refused_on_either_side() -> None:
             both[side][space][-1] = both[side][space][0]
             error = refused("index_invalid", 9, 0, *both)
             assert "twice" in error.message and error.actual == both[side][space][0]
+
+
+# Lists that come with the last chunk
+
+
+def window_of(side: Lists) -> AnySpace:
+    return next(space for space in side if isinstance(space, Page) and isinstance(space.of, SwaTok))
+
+
+def test_a_window_list_of_the_source_may_come_late_and_is_checked_then() -> None:
+    src, dst = lists(9)
+    window = window_of(src)
+    late = {window: src.pop(window)}
+    early = room(9, 0, src, dst)
+    plan = PAIRING.plan(RankId(0, 0), RankId(0, 0))
+    assert len(bind(plan, early, Chunk(0, 8, last=False))) > 0
+    with pytest.raises(PlanError, match="no index list"):
+        bind(plan, early, Chunk(8, 9, last=True))
+    done = early.completed(PAIRING.needed, oracle.ingest(late))
+    complete = room(9, 0, {**src, **late}, dst)
+    batches = [bind(plan, each, Chunk(0, 9, last=True)) for each in (done, complete)]
+    assert batches[0].src_offset.tolist() == batches[1].src_offset.tolist()
+    for wrong, code in (({}, "count_mismatch"), ({window: late[window][:-1]}, "count_mismatch")):
+        with pytest.raises(PlanError) as caught:
+            early.completed(PAIRING.needed, oracle.ingest(wrong))
+        assert caught.value.code == code and "SWA" in caught.value.where
+    again = {**late, **{space: values for space, values in src.items() if isinstance(space, Page)}}
+    assert early.completed(PAIRING.needed, oracle.ingest(again)).src == complete.src
+
+
+def test_a_list_that_comes_a_second_time_is_the_same_list() -> None:
+    src, dst = lists(9)
+    ready = room(9, 0, src, dst)
+    for space, values in src.items():
+        other = [values[0] - 3, *values[1:]]
+        with pytest.raises(PlanError) as caught:
+            ready.completed(PAIRING.needed, oracle.ingest({space: other}))
+        assert caught.value.code == "index_invalid" and "another now" in caught.value.message
+
+
+def test_no_other_list_may_come_late() -> None:
+    for side in (0, 1):
+        for space in lists(9)[side]:
+            both = lists(9)
+            del both[side][space]
+            if space in PAIRING.needed.late and side == 0:
+                room(9, 0, *both)
+            else:
+                refused("count_mismatch", 9, 0, *both)
+    pages = {space for space in PAIRING.needed.late if isinstance(space, Page)}
+    assert pages == {window_of(lists(9)[0])}
 
 
 # Chunks
