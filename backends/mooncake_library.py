@@ -68,7 +68,7 @@ def load(options: MooncakeOptions) -> Library:
     if options.transport == "rdma":
         _check_rdma_devices(options)
     module = _import()
-    version = _version()
+    version = _version(module)
     if version_tuple(version) < MIN_VERSION:
         raise BackendUnavailable(
             "this version of Mooncake does not acknowledge writes",
@@ -117,13 +117,19 @@ def _import() -> Any:
         ) from error
 
 
-def _version() -> str:
+def _version(module: Any) -> str:
+    """Of the distribution that the imported file belongs to: two may be installed, one over the other."""
+    file = os.path.realpath(str(getattr(module, "__file__", "")))
+    found = ""
     for name in DISTRIBUTIONS:
         try:
-            return importlib.metadata.version(name)
+            distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ""
+        if os.path.realpath(str(distribution.locate_file("mooncake/" + os.path.basename(file)))) == file:
+            return distribution.version
+        found = found or distribution.version
+    return found
 
 
 def _check_rdma_devices(options: MooncakeOptions) -> None:
