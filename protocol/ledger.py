@@ -124,8 +124,6 @@ def _is_free(edges: list[int], start: int, stop: int) -> bool:
         if edges[at] != start:
             return False
         at += 1
-    elif edges[at] == start:
-        return False
     return at >= len(edges) or stop <= edges[at]
 
 
