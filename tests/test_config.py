@@ -240,6 +240,22 @@ def test_an_inner_deadline_ends_first(nesting: Any) -> None:
     assert nesting.inner in str(error.expected)
 
 
+@pytest.mark.parametrize(
+    "liveness",
+    [
+        {"heartbeat_s": 6, "liveness_s": 10},
+        {"lease_renew_s": 31, "lease_s": 60},
+        {"liveness_s": 31, "transfer_s": 30},
+        {"transfer_s": 61, "drain_s": 60},
+        {"alloc_wait_s": 3601, "request_s": 3600},
+    ],
+)
+def test_deadlines_that_cross(liveness: dict[str, float]) -> None:
+    inner, outer = liveness
+    error = refused({**P, "liveness": liveness})
+    assert error.where == f"$.liveness.{outer}" and inner in str(error.expected)
+
+
 @pytest.mark.parametrize("bind", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "worker-0"])
 def test_beyond_loopback_only_with_keys_or_by_name(bind: str) -> None:
     data = {**P, "network": {"bind": bind, "advertise": "10.0.0.1"}}

@@ -67,6 +67,8 @@ def test_round_trip_through_yaml_config_and_router(text: str) -> None:
 
 
 def test_urls() -> None:
+    assert Address("fe80::1%eth0", 8000).url() == "http://[fe80::1%25eth0]:8000"
+    assert Address("::1").url("ws") == "ws://[::1]" and Address("10.0.0.1", 1).url() == "http://10.0.0.1:1"
     assert parse_url("http://[fe80::1%25eth0]:8000/", where="$") == Address("fe80::1%eth0", 8000)
     assert parse_url("http://prefill", where="$") == Address("prefill", 80)
     for bad in ("https://x:1", "http://x:1/path", "http://u:p@x:1", "http://x:1?q", "ftp://x"):
@@ -85,7 +87,9 @@ def test_loopback(host: str) -> None:
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%lo", "localhost.example", "notlocalhost"])
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%lo", "localhost.example", "notlocalhost", "::ffff:10.0.0.1"]
+)
 def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
