@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import subprocess
 import sys
 import time
@@ -263,15 +265,19 @@ def test_pieces_move_the_same_bytes(batch: WriteBatch, most: int, most_bytes: in
     assert sorted(moved) == exact_pairs(whole)
 
 
-def test_neighbours_are_merged_but_not_across_segments() -> None:
+@pytest.mark.parametrize(
+    ("src", "dst"), [([0, 0, 0, 1], [0, 0, 0, 1]), ([0, 0, 0, 1], [1] * 4), ([1] * 4, [0, 0, 0, 1])]
+)
+def test_neighbours_are_merged_but_not_across_segments(src: list[int], dst: list[int]) -> None:
     own, peer = sides(2, 4096)
-    number = np.array([0, 0, 0, 1], np.uint32)
-    offset = np.array([0, 1024, 2048, 0], np.uint64)
-    length = np.array([1024, 1024, 2048, 1024], np.uint64)
-    batch = WriteBatch(table(2, 4096), table(2, 4096), number, offset, number, offset, length)
-    merged = addressed(batch, own, peer).merged()
-    # Segments 0 and 1 touch on both sides; they are registered apart all the same.
-    assert merged.length.tolist() == [4096, 1024] and merged.src_segment.tolist() == [0, 1]
+    length = np.full(4, 1024, np.uint64)
+    # All four continue their neighbour on both sides. Segments 0 and 1 touch, and are registered apart all the same.
+    start = np.arange(4, dtype=np.uint64) * 1024
+    number = np.array([src, dst], np.uint32)
+    whole = Addresses(own.base[0] + start, peer.base[0] + start, length, number[0], number[1], own, peer)
+    merged = whole.merged()
+    assert merged.length.tolist() == [3072, 1024]
+    assert merged.src_segment.tolist() == src[2:] and merged.dst_segment.tolist() == dst[2:]
 
 
 def test_devices_go_apart_and_keep_their_numbers() -> None:
@@ -343,6 +349,14 @@ def test_unmapped_and_read_only_memory_is_refused() -> None:
         check_host(Segment(address=4096, nbytes=4096, device="cpu"))
     with pytest.raises(BackendError, match="memory_refused"):
         check_host(Segment(address=segment.address, nbytes=1 << 45, device="cpu"))
+    with mmap.mmap(-1, 4096) as pages:
+        view = np.frombuffer(pages, np.uint8)
+        address = int(view.ctypes.data)
+        del view
+        check_host(Segment(address=address, nbytes=4096, device="cpu"))
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ) == 0
+        with pytest.raises(BackendError, match="memory_refused"):
+            check_host(Segment(address=address, nbytes=4096, device="cpu"))
 
 
 # UCX's tables, as printed by UCX 1.23
