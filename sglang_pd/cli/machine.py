@@ -203,7 +203,7 @@ def ports(config: WorkerConfig) -> Iterator[Finding]:
         yield Finding(
             area="port",
             name="network.ports",
-            level="bad" if few else "warn" if taken else "ok",
+            level="bad" if few else "ok",
             found=f"{high - low + 1 - len(taken)} of {high - low + 1} free",
             expected="two or more for each engine",
         )
