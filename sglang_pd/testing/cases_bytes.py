@@ -158,6 +158,26 @@ def source_reused_after_done(lab: Lab) -> None:
 
 
 @case
+def waits_for_event(lab: Lab) -> Figures:
+    """Bytes that depend on a device event are read after it, and `write` does not block until then."""
+    link = lab.shared()
+    batch = pages(75, 128, 16384, link.writer.sizes, link.target.sizes)
+    for number, size in enumerate(link.writer.sizes):
+        link.writer.call("fill", segment=number, offset=0, nbytes=size, value=0x11)
+    canaries(link.target)
+    late_s = 0.2
+    ended = link.writer.call("write_after", peer=link.peer, batch=batch_to_wire(batch), value=0x22, late_s=late_s)
+    require(ended["early"] == "pending", f"{ended['early']} before the event that the bytes depend on")
+    require(ended["state"] == "done", f"behind an event the write ended {ended['state']}: {ended['error']}")
+    require(ended["write_s"] < late_s / 2, f"write blocked for {ended['write_s'] * 1e3:.0f} ms")
+    images = [np.full(size, 0x22 if number == 0 else 0x11, np.uint8) for number, size in enumerate(link.writer.sizes)]
+    expected = canary_images(link.target.sizes)
+    apply_batch(batch, images, expected)
+    compare(link.target, expected, "bytes behind an event")
+    return {"write_ms": round(ended["write_s"] * 1e3, 2)}
+
+
+@case
 def visible_after_done(lab: Lab) -> None:
     """After DONE every byte is visible at the peer: 1,000 rounds, told over a channel outside the transport."""
     link = lab.shared()

@@ -21,6 +21,7 @@ from sglang_pd.backends.base import Backend, Peer, Segment, Transfer, TransferSt
 from sglang_pd.backends.registry import create_backend, register_backend
 from sglang_pd.protocol.errors import ErrorInfo, PdError
 from sglang_pd.testing import memory
+from sglang_pd.testing.events import late_event
 from sglang_pd.testing.pattern import batch_from_wire
 from sglang_pd.testing.wire import Channel, ChannelClosed
 
@@ -136,6 +137,23 @@ class Child:
         self._next += 1
         self._transfers[self._next] = transfer
         return {"transfer": self._next, "write_s": took, "nbytes": transfer.nbytes}
+
+    def write_after(self, peer: int, batch: dict[str, bytes], value: int, late_s: float) -> dict[str, Any]:
+        """Post behind an event; `late_s` seconds later fill segment 0 with `value` and let the event happen."""
+        built = batch_from_wire(batch)
+        event = late_event(self._segments[0], value, late_s)
+        began = time.perf_counter()
+        transfer = self._live.write(self._peers[peer], built, after=event)
+        took = time.perf_counter() - began
+        early = transfer.poll().value
+        self._pump(lambda: transfer.poll() is not TransferState.PENDING, late_s + 30.0)
+        error = transfer.error
+        return {
+            "early": early,
+            "state": transfer.poll().value,
+            "error": error.info() if error else None,
+            "write_s": took,
+        }
 
     def wait(self, transfer: int, within_s: float, settle: bool) -> dict[str, Any]:
         """State once it is not PENDING (`settle`: once it is final), or what it is after `within_s` seconds."""
