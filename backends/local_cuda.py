@@ -6,8 +6,9 @@ it reaches, or on the host.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,15 @@ def _call(name: str, *arguments: Any, code: str = "memory_refused", hint: str = 
     return values[0] if values else None
 
 
+@contextlib.contextmanager
+def _on(ordinal: int) -> Iterator[None]:
+    """Work with that GPU, for torch's copy of the CUDA runtime and for ours; torch's choice is restored."""
+    runtime, _, torch = _cuda()
+    with torch.cuda.device(ordinal):
+        runtime.cudaSetDevice(ordinal)
+        yield
+
+
 def _attribute(name: str, address: int) -> Any:
     _, driver, _ = _cuda()
     status, value = driver.cuPointerGetAttribute(getattr(driver.CUpointer_attribute, name), address)
@@ -84,8 +94,8 @@ class _Allocation:
         """Give the memory back. Idempotent."""
         if not self.freed:
             self.freed = True
-            runtime, _, torch = _cuda()
-            with torch.cuda.device(self.ordinal):
+            runtime, _, _ = _cuda()
+            with _on(self.ordinal):
                 runtime.cudaFree(self.address)
 
 
@@ -101,7 +111,7 @@ class CudaSide:
         self._pinned: set[tuple[int, int]] = set()
         from sglang_pd.backends.local_stream import CopyStream
 
-        with torch.cuda.device(self.ordinal):
+        with _on(self.ordinal):
             self._stream = CopyStream(self.ordinal, notify)
 
     def check_device(self, device: str) -> None:
@@ -119,9 +129,8 @@ class CudaSide:
         """Zeroed device memory that can be exported. Raises `BackendError` (`memory_refused`)."""
         if nbytes <= 0:
             raise BackendError("device memory of no bytes", code="memory_refused", where=self.device, actual=nbytes)
-        _, _, torch = _cuda()
         whole = -(-nbytes // EXPORT_BYTES) * EXPORT_BYTES
-        with torch.cuda.device(self.ordinal):
+        with _on(self.ordinal):
             address = int(_call("cudaMalloc", whole))
             owner = _Allocation(address, self.ordinal)
             self._allocations.append(owner)
@@ -150,8 +159,8 @@ class CudaSide:
 
     def export(self, segment: Segment) -> SegmentFacts:
         """What a peer needs to open the segment. Raises `BackendError` (`memory_refused`)."""
-        _, driver, torch = _cuda()
-        with torch.cuda.device(self.ordinal):
+        _, driver, _ = _cuda()
+        with _on(self.ordinal):
             status, base, size = driver.cuMemGetAddressRange(segment.address)
             if int(status) != 0 or segment.address + segment.nbytes > int(base) + int(size):
                 raise BackendError(
@@ -169,8 +178,8 @@ class CudaSide:
         """Let the GPU reach host memory; False if it does already. Raises `BackendError` (`memory_refused`)."""
         if (address, nbytes) in self._pinned:
             return False
-        runtime, _, torch = _cuda()
-        with torch.cuda.device(self.ordinal):
+        runtime, _, _ = _cuda()
+        with _on(self.ordinal):
             flags = runtime.cudaHostRegisterPortable | runtime.cudaHostRegisterMapped
             _call("cudaHostRegister", address, nbytes, flags, hint="Host memory must be locked: see ulimit -l.")
             self._pinned.add((address, nbytes))
@@ -189,24 +198,24 @@ class CudaSide:
         """Undo `pin`. Idempotent."""
         if (address, nbytes) in self._pinned:
             self._pinned.discard((address, nbytes))
-            runtime, _, torch = _cuda()
-            with torch.cuda.device(self.ordinal):
+            runtime, _, _ = _cuda()
+            with _on(self.ordinal):
                 runtime.cudaHostUnregister(address)
 
     def open(self, facts: SegmentFacts) -> int:
         """Map a peer's allocation and return its first byte's address here. Raises `BackendError`."""
-        runtime, _, torch = _cuda()
+        runtime, _, _ = _cuda()
         handle = runtime.cudaIpcMemHandle_t()
         handle.reserved = facts.handle
-        with torch.cuda.device(self.ordinal):
+        with _on(self.ordinal):
             flags = runtime.cudaIpcMemLazyEnablePeerAccess
             hint = "Both GPUs must be visible in both processes (CUDA_VISIBLE_DEVICES) and reach each other."
             return int(_call("cudaIpcOpenMemHandle", handle, flags, hint=hint))
 
     def close_opened(self, address: int) -> None:
         """Unmap what `open` mapped."""
-        runtime, _, torch = _cuda()
-        with torch.cuda.device(self.ordinal):
+        runtime, _, _ = _cuda()
+        with _on(self.ordinal):
             runtime.cudaIpcCloseMemHandle(address)
 
     def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:

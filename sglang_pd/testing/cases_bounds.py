@@ -10,9 +10,19 @@ from numpy.typing import NDArray
 
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import ErrorInfo
-from sglang_pd.testing.case import case
+from sglang_pd.testing.case import Figures, case
 from sglang_pd.testing.cases_bytes import exact, one_item
-from sglang_pd.testing.lab import ConformanceFailure, Lab, Link, RemoteRefusal, canaries, compare, require
+from sglang_pd.testing.lab import (
+    MIB,
+    CaseSkipped,
+    ConformanceFailure,
+    Lab,
+    Link,
+    RemoteRefusal,
+    canaries,
+    compare,
+    require,
+)
 from sglang_pd.testing.pattern import batch_to_wire, canary_images, pages
 
 
@@ -81,6 +91,26 @@ def foreign_memory(lab: Lab) -> None:
         require(error.code == "backend_unsupported", f"adopt refused foreign memory as {error.code}")
     error = child.refused("register_again")
     require(error.code == "memory_refused", f"overlapping registration was refused as {error.code}")
+
+
+@case
+def adopted_tensor(lab: Lab) -> Figures:
+    """A tensor of torch's allocator is adopted and its bytes move; one that cannot be exported is refused by name."""
+    writer, target = lab.spawn_many([((MIB,), lab.spec.src_device), ((4 * MIB,), lab.spec.dst_device)])
+    if lab.spec.src_device == "cpu" or not writer.capabilities["adopts_device"]:
+        raise CaseSkipped("no device memory, or adoption is not a declared capability")
+    # Not a multiple of 2 MiB: several tensors share a block of the allocator, and this one starts inside.
+    writer.sizes += (writer.call("adopt_tensor", nbytes=768 * 1024, expandable=False),)
+    link = lab.connect(writer, target)
+    exact(link, pages(140, 40, 16384, writer.sizes, target.sizes), 140, "an adopted tensor")
+    try:
+        writer.sizes += (writer.call("adopt_tensor", nbytes=24 * MIB, expandable=True),)
+    except RemoteRefusal as refusal:
+        require("expandable" in str(msg_fields(refusal.info)), f"refused without naming it: {refusal.info}")
+        return {"expandable_segments": "refused"}
+    again = lab.connect(writer, target)
+    exact(again, pages(141, 200, 16384, writer.sizes, target.sizes), 141, "a tensor in expandable segments")
+    return {"expandable_segments": "moved"}
 
 
 @case

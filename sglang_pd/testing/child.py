@@ -21,7 +21,7 @@ from sglang_pd.backends.base import Backend, Peer, Segment, Transfer, TransferSt
 from sglang_pd.backends.registry import create_backend, register_backend
 from sglang_pd.protocol.errors import ErrorInfo, PdError
 from sglang_pd.testing import memory
-from sglang_pd.testing.events import late_event
+from sglang_pd.testing.events import device_tensor, late_event
 from sglang_pd.testing.pattern import batch_from_wire
 from sglang_pd.testing.wire import Channel, ChannelClosed
 
@@ -117,6 +117,13 @@ class Child:
     def adopt_foreign(self, nbytes: int) -> None:
         """Offer host memory that the backend did not allocate to `adopt`, and register what comes back."""
         self._live.register([self._live.adopt(_foreign(nbytes))])
+
+    def adopt_tensor(self, nbytes: int, expandable: bool) -> int:
+        """Adopt and register a torch tensor on segment 0's device, not at its allocation's start; its length."""
+        tensor = device_tensor(nbytes, self._segments[0].device, expandable)
+        offered = Segment(tensor.data_ptr(), nbytes, self._segments[0].device, tensor)
+        self._segments += self._live.register([self._live.adopt(offered)])
+        return self._segments[-1].nbytes
 
     def register_foreign(self, nbytes: int) -> None:
         """Offer host memory that the backend did not allocate to `register`, which must refuse it."""

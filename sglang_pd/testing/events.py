@@ -1,4 +1,4 @@
-"""Device events that happen late, for transfers that must wait for them."""
+"""What an engine brings along: device events that happen late, and tensors that it allocated itself."""
 
 from __future__ import annotations
 
@@ -58,3 +58,14 @@ def _late_on_device(segment: Segment, value: int, late_s: float) -> Any:
             runtime.cudaMemsetAsync(segment.address, value, segment.nbytes, stream.cuda_stream)
             event.record(stream)
     return event
+
+
+def device_tensor(nbytes: int, device: str, expandable: bool) -> Any:
+    """A uint8 tensor of torch's own allocator, behind another one; in expandable segments if wanted."""
+    import torch
+
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    before = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    wanted = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    del before
+    return wanted
