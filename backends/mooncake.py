@@ -54,7 +54,7 @@ from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 __all__ = ["MooncakeBackend", "create", "environment"]
 
 VERIFIED_ON = {
-    "tcp": "loopback, two x86-64 cores, mooncake-transfer-engine-non-cuda 0.3.13.post1",
+    "tcp": "loopback, two x86-64 cores, host memory: non-cuda 0.3.13.post1, cuda13 0.3.14",
     "rdma": "not yet run on an RDMA NIC",
     "nvlink_intra": "not yet run through this backend; the library alone on two H200 (0.3.14)",
 }
@@ -129,7 +129,7 @@ class MooncakeBackend(Backend):
             "tickets": self._library.has_tickets,
             "arrays": self._library.has_arrays,
             "environment": dict(self._in_force),
-            "listening": self._inbound.engine.listening(),
+            "listening": self._inbound.listening(),
             "generation": self._inbound.generation,
             "engine_rebuilds": self._links.rebuilds,
             "queued_transfers": self._pump.queued,
@@ -224,25 +224,32 @@ class MooncakeBackend(Backend):
         """The library may wait a minute for a peer that hangs; the owner waits `connect_timeout_s` at most."""
         found: list[Outbound] = []
         failed: list[PdError] = []
+        given_up = threading.Lock()  # taken by whoever is first: the owner that gives up, or the thread that has found
 
         def reach() -> None:
             try:
-                found.append(self._links.reach(blob))
+                outbound = self._links.reach(blob)
             except PdError as error:
                 failed.append(error)
+                return
+            if given_up.acquire(blocking=False):
+                found.append(outbound)
+            else:
+                self._links.abandon(outbound)
 
         thread = threading.Thread(target=reach, name="sglang-pd-mooncake-connect", daemon=True)
         thread.start()
         thread.join(self._options.connect_timeout_s)
         if failed:
             raise failed[0]
-        if not found:
+        if given_up.acquire(blocking=False):
             raise TransferError(
                 "the peer's library did not answer in time",
                 code="peer_lost",
                 where=f"mooncake, {blob.session}",
                 expected=f"within {self._options.connect_timeout_s:g} s",
             )
+        thread.join()
         return found[0]
 
     def disconnect(self, peer: Peer) -> None:

@@ -199,6 +199,11 @@ def _submit_ticket(raw: Any, session: str, pieces: Pieces) -> Any:
     return raw.submit_scatter_write(session, *bases, *offsets)
 
 
+def refused(reason: str) -> Chunk:
+    """A LOST chunk for what could not even be tried."""
+    return _Ended(reason)
+
+
 def submit(library: Library, raw: Any, session: str, pieces: Pieces, transport: str) -> Chunk:
     """Hand pieces to the library. Whatever it raises or refuses is a LOST chunk."""
     try:

@@ -26,6 +26,13 @@ def is_device(device: str) -> bool:
     return re.fullmatch(r"cuda:\d{1,4}", device) is not None
 
 
+def current_device() -> str:
+    """The device that this thread uses, `cuda:N`."""
+    found = ctypes.c_int()
+    _done(_runtime().cudaGetDevice(ctypes.byref(found)), "cudaGetDevice", "mooncake")
+    return f"cuda:{found.value}"
+
+
 def allocate(nbytes: int, device: str) -> Segment:
     """Zeroed memory of its own allocation. Raises `BackendError` (`memory_refused`)."""
     runtime = _runtime()

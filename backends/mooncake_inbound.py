@@ -59,6 +59,11 @@ class Inbound:
         """Where peers read who we are."""
         return self._page.address
 
+    def listening(self) -> tuple[str, ...]:
+        """`address:port` of the engine's sockets; none while it is being replaced."""
+        engine = self._engine
+        return engine.listening() if engine is not None else ()
+
     def _open(self) -> None:
         engine = Engine(self._library, self._options, avoid=frozenset(self._old_ports))
         self.generation += 1

@@ -37,7 +37,7 @@ class IdentityPage:
     """32 bytes that say who we are, where the transport can read them; or room to read somebody's."""
 
     def __init__(self, transport: str) -> None:
-        self.device = "cuda:0" if transport == "nvlink_intra" else "cpu"
+        self.device = mooncake_cuda.current_device() if transport == "nvlink_intra" else "cpu"
         if self.device == "cpu":
             self._view = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE), np.uint8)
             self.address = int(self._view.ctypes.data)
@@ -88,17 +88,30 @@ class Links:
     def reach(self, blob: Blob) -> Outbound:
         """An engine whose session to the peer is fresh and whose identity was read. Waits for the library.
 
+        It is held until `join` or `abandon`.
+
         Raises `TransferError` (`peer_lost`) where nobody answers, (`epoch_stale`) where somebody else does.
         """
         self._answers(blob)
         outbound = self._engine_for(blob)
-        self._identify(outbound, blob)
+        try:
+            self._identify(outbound, blob)
+        except BaseException:
+            self.abandon(outbound)
+            raise
         return outbound
 
     def join(self, outbound: Outbound, peer: MooncakePeer) -> None:
-        """Count `peer` as one of the engine's."""
+        """Count `peer` as one of the engine's, after `reach`."""
         with self._lock:
             outbound.peers.add(peer.number)
+            outbound.holds -= 1
+
+    def abandon(self, outbound: Outbound) -> None:
+        """Nobody will `join` after `reach`."""
+        with self._lock:
+            outbound.holds -= 1
+        self.reap()
 
     def leave(self, peer: MooncakePeer) -> None:
         """The peer is gone from its engine; an engine without peers ends when its last submission has."""
@@ -162,6 +175,7 @@ class Links:
             if current.sessions.get(blob.session, mark) != mark:
                 current = self._fresh()
             current.sessions[blob.session] = mark
+            current.holds += 1
             return current
 
     def _fresh(self) -> Outbound:
@@ -178,7 +192,8 @@ class Links:
     def reap(self) -> None:
         """End engines that nobody uses, off this thread."""
         with self._lock:
-            unused = [one for one in self._all if one is not self._current and not one.peers and not one.flights]
+            idle = [one for one in self._all if not (one.peers or one.flights or one.holds)]
+            unused = [one for one in idle if one is not self._current]
             self._all = [one for one in self._all if one not in unused]
         for one in unused:
             self._spawn(lambda engine=one.engine: engine.stop(5.0))  # type: ignore[misc]
@@ -199,8 +214,9 @@ class Links:
             with self._lock:
                 fresh = self._fresh()
                 fresh.sessions[peer.blob.session] = (peer.blob.epoch, peer.blob.generation)
+                fresh.holds += 1
                 self.rebuilds += 1
-            self._identify(fresh, peer.blob)
+            self._identify_held(fresh, peer)
         except PdError as error:
             if self._closed:
                 return
@@ -211,14 +227,24 @@ class Links:
                 return
             peer.lose(error)
         else:
-            with self._lock:
-                peer.outbound.peers.discard(peer.number)
-                peer.outbound = fresh
-                if peer.connected:
-                    fresh.peers.add(peer.number)
             peer.verify_pause_s, peer.verify_failures = 0.5, 0
         self.reap()
         settled()
+
+    def _identify_held(self, fresh: Outbound, peer: MooncakePeer) -> None:
+        """Move the peer to a fresh engine if it is still who it was."""
+        same = False
+        try:
+            self._identify(fresh, peer.blob)
+            same = True
+        finally:
+            with self._lock:
+                fresh.holds -= 1
+                if same:
+                    peer.outbound.peers.discard(peer.number)
+                    peer.outbound = fresh
+                    if peer.connected:
+                        fresh.peers.add(peer.number)
 
     def _spawn(self, work: Callable[[], object]) -> None:
         def run() -> None:

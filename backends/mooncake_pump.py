@@ -8,6 +8,7 @@ inbox, and where they help (`assist`, small writes) they only try it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,11 +16,13 @@ from collections import deque
 from collections.abc import Callable
 
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.mooncake_chunk import ChunkState, Pieces, merge, submit
+from sglang_pd.backends.mooncake_chunk import ChunkState, Pieces, merge, refused, submit
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_transfer import Flight, MooncakePeer, MooncakeTransfer
 from sglang_pd.protocol.errors import PdError, TransferError
+
+_LOG = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 16 << 20
 SMALL_PIECES = 16
@@ -180,9 +183,15 @@ class Pump:
         pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping:
             self._wake.clear()
-            with self._lock:
-                moved = self._step()
-                news, self._ended = self._ended, False
+            try:
+                with self._lock:
+                    moved = self._step()
+                    news, self._ended = self._ended, False
+            except Exception:
+                # A defect of ours. It must not strand every other transfer; deadlines make these UNKNOWN.
+                _LOG.exception("the mooncake pump failed at a step and goes on")
+                moved, news = False, True
+                time.sleep(_STALLED_PAUSE_S)
             if news:
                 self.tell()
             now = time.monotonic()
@@ -380,7 +389,10 @@ class Pump:
     def _submit(self, peer: MooncakePeer, transfer: MooncakeTransfer, part: Pieces) -> None:
         outbound = peer.outbound
         nbytes = transfer.nbytes if part is transfer.pieces else int(part.length.sum())
-        chunk = submit(self._library, outbound.engine.raw, peer.blob.session, part, peer.transport)
+        try:
+            chunk = submit(self._library, outbound.engine.raw, peer.blob.session, part, peer.transport)
+        except PdError as error:
+            chunk = refused(str(error))
         transfer.cursor += len(part)
         transfer.flights += 1
         outbound.flights += 1

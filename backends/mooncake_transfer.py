@@ -105,6 +105,7 @@ class Outbound:
     """An engine that writes, shared by peers.
 
     sessions: session -> (epoch, generation) it was opened for; the library never asks again who is there.
+    holds: connections under way that will use it.
     forgotten: sessions whose peers were disconnected or lost; their sockets stay until the engine ends.
     """
 
@@ -112,6 +113,7 @@ class Outbound:
     sessions: dict[str, tuple[int, int]] = field(default_factory=dict)
     peers: set[int] = field(default_factory=set)
     flights: int = 0
+    holds: int = 0
     forgotten: int = 0
 
 
@@ -168,8 +170,11 @@ class MooncakePeer(Peer):
         """True when this host's kernel says that the peer's process has ended, all threads of it."""
         return self.process is not None and process_ended(self.process)
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
-        """Give back the process descriptor."""
+        """Give back the process descriptor, which otherwise lives as long as the peer can be asked for a fence."""
         with self._lost_lock:
             descriptor, self.process = self.process, None
         if descriptor is not None:
