@@ -81,14 +81,16 @@ class Running:
 class Host:
     """An instance of one rank: engine, pools, allocator. Pools start full of poison."""
 
-    def __init__(self, config: ReferenceConfig, size: Size, engine: ReferenceEngine | None = None) -> None:
+    def __init__(
+        self, config: ReferenceConfig, size: Size, engine: ReferenceEngine | None = None, filler: float = POISON
+    ) -> None:
         self.config = config
         self.engine = engine or ReferenceEngine(config)
         layout = layout_rank(self.engine.state, size.capacity(), Topology(), RankId(0, 0))
         self.pools = RankPools(layout, Scope(StubBackend()).allocate_layout(layout))
         self.allocator = Allocator(layout.roots, Policy(size.order, size.seed))
         self.manifest = instance(f"{size.order}-{size.pages}", [layout])
-        poison(self.pools)
+        poison(self.pools, filler)
         self.engine.attach(self.pools)
 
     def prefill(
@@ -134,7 +136,8 @@ class Host:
 def poison(pools: RankPools, value: float = POISON) -> None:
     """Fill every region with something no state ever holds."""
     for key in pools.keys:
-        pools.tensor(*key).fill_(-77 if pools.layout.views[key].dtype.startswith("int") else value)
+        whole = pools.layout.views[key].dtype.startswith("int")
+        pools.tensor(*key).fill_((-77 if value == POISON else int(value)) if whole else value)
 
 
 Mutate = Callable[[RankPools, RankPools, Lease, Lease, Prompt], None]
@@ -148,17 +151,18 @@ def hand_over(
     chunks: Iterable[int] = (),
     mutate: Mutate | None = None,
     prefix: tuple[Running, int] | None = None,
+    name: str = "",
 ) -> Running:
     """Move a prefilled request by plans and plain copies, and admit it at the destination.
 
     chunks: lengths in which the transfer is made (streaming kinds move with each, the others with the last). prefix: a
-    request at the destination, and how many leading tokens of it are shared and do not move.
+    request at the destination, and how many leading tokens of it are shared and do not move. name: at the destination.
     """
     held = None if prefix is None else (prefix[0].lease, prefix[1])
     lease = destination.allocator.lease(run.stop, prefix=held)
     prompt = Prompt(run.stop, lease.prefix_tokens)
     pairing = Pairing(source.manifest, destination.manifest)
-    arrived = Running(run.name, lease, run.tokens[:1], run.logits[:1], run.stop)
+    arrived = Running(name or run.name, lease, run.tokens[:1], run.logits[:1], run.stop)
     lease.arm()
     destination.pools.arm(lease.tables())
     room = pairing.room(prompt, run.lease.lists(Prompt(run.stop)), lease.lists(prompt))
@@ -173,7 +177,7 @@ def hand_over(
     lease.disarm()
     destination.pools.disarm(lease.generation)
     record = HandoffRecord.decode(source.engine.handoff(run.name).encode())
-    destination.engine.admit(run.name, record, lease.tables())
+    destination.engine.admit(arrived.name, record, lease.tables())
     return arrived
 
 

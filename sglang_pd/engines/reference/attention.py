@@ -58,7 +58,7 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: Cho
     batch, n, heads, width = q.shape
     kv = k.shape[2]
     group = heads // kv
-    rows = q.view(batch, n, kv, group, width).permute(0, 2, 3, 1, 4).reshape(batch, kv, group * n, width)
+    rows = q.reshape(batch, n, kv, group, width).permute(0, 2, 3, 1, 4).reshape(batch, kv, group * n, width)
     scores = rows @ k.permute(0, 2, 3, 1)
     scores = scores.mul_(score_scale(width) * 2.0**16).round_().mul_(2.0**-16).view(batch, kv, group, n, -1)
     if choice.bias is not None:
@@ -73,26 +73,34 @@ def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: Cho
 
 
 def causal(step: Step, keys: Keys, window: int = 0) -> Choice:
-    """All keys up to the query's own position; with a window, that many before it and its own."""
+    """All keys up to the query's own position; with a window, that many before it and its own. Kept in the step."""
+    if (id(keys), window) not in step.choices:
+        step.choices[id(keys), window] = Choice(_causal_mask(step, keys, window))
+    choice: Choice = step.choices[id(keys), window]
+    return choice
+
+
+def _causal_mask(step: Step, keys: Keys, window: int) -> torch.Tensor:
     at = step.positions[:, :, None]
     where = keys.positions[:, None, :]
     mask = (where <= at) & (where >= 0)
     if window:
         mask &= where >= at - window
-    return Choice(mask)
+    return mask
 
 
 def attention_layer(
-    x: torch.Tensor, w: Attention, step: Step, place: Place, choice: Choice, links: Links
+    parts: tuple[torch.Tensor, ...], w: Attention, step: Step, place: Place, choice: Choice, links: Links
 ) -> torch.Tensor:
-    """One layer: project, write the new keys and values, read the chosen ones. x, result: float64 [B, n, hidden]."""
-    batch, n, _ = x.shape
+    """One layer: write the new keys and values, read the chosen ones. parts: q and k, v, gate of the new tokens, each
+    [B, n, outputs] on the grid. Result: float64 [B, n, hidden]."""
+    both, v, gate = parts
+    batch, n, _ = v.shape
     width = place.k.shape[-1]
-    q = step.rotary.turn(rms(snap(linear(x, w.q)).view(batch, n, -1, width)))
-    k = step.rotary.turn(rms(snap(linear(x, w.k)).view(batch, n, -1, width)))
-    v = snap(linear(x, w.v), 16).view(batch, n, -1, width)
-    place.k[place.write] = k.view(batch * n, -1, width)
-    place.v[place.write] = v.view(batch * n, -1, width)
-    out = attend(q, place.keys.gather(place.k), place.keys.gather(place.v), choice, links)
-    gated = snap(out.reshape(batch, n, -1) * sigmoid(snap(linear(x, w.gate))))
+    turned = step.rotary.turn(rms(both.view(batch, n, -1, width)))
+    heads = turned.shape[2] - place.k.shape[1]
+    place.k[place.write] = turned[:, :, heads:].flatten(0, 1)
+    place.v[place.write] = snap(v, 16).view(batch * n, -1, width)
+    out = attend(turned[:, :, :heads], place.keys.gather(place.k), place.keys.gather(place.v), choice, links)
+    gated = snap(out.reshape(batch, n, -1) * sigmoid(gate))
     return snap(links.tp_sum(linear(gated, w.out)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_pd.engines.reference.config import ReferenceConfig
-from sglang_pd.engines.reference.grid import act, linear, rms, sigmoid, snap, unit
+from sglang_pd.engines.reference.grid import act, linear, project, rms, sigmoid, snap, unit
 from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.step import Step
 from sglang_pd.engines.reference.weights import Gdn
@@ -41,18 +41,19 @@ def gdn_layer(
     heads = w.rate.shape[0]
     keys = heads * config.gdn_key_heads // config.gdn_value_heads
     past = pools.conv[step.slot]
-    mixed, left = causal_conv(past, snap(linear(x, w.mix)), w.conv, 1)
+    mix, gate, decays, betas = project(x, w.into)
+    mixed, left = causal_conv(past, mix, w.conv, 1)
     pools.conv[step.slot] = left
     done, width = act(mixed), keys * dk
     q, k, v = done[..., :width], done[..., width : 2 * width], done[..., 2 * width :]
     q, k = (unit(part.reshape(batch, n, keys, dk)).repeat_interleave(heads // keys, 2) for part in (q, k))
-    rate = torch.log1p(torch.exp((snap(linear(x, w.decay)) + w.shift).contiguous()))
+    rate = torch.log1p(torch.exp((decays + w.shift).contiguous()))
     decay = snap(torch.exp(-w.rate * rate), 16)
-    beta = sigmoid(snap(linear(x, w.beta)))
+    beta = sigmoid(betas)
     state, out = recur(pools.temporal[step.slot], Inputs(q, k, v.reshape(batch, n, heads, dv), decay, beta))
     pools.temporal[step.slot] = state
-    gate = act(snap(linear(x, w.gate))).view(batch, n, heads, dv)
-    return snap(links.tp_sum(linear(snap(rms(out) * gate).reshape(batch, n, -1), w.out)))
+    opened = act(gate).view(batch, n, heads, dv)
+    return snap(links.tp_sum(linear(snap(rms(out) * opened).reshape(batch, n, -1), w.out)))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ boundary, and arguments come from a grid of few enough points for such a case to
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -28,56 +29,74 @@ ROTARY_AXES: Final = (0, 1, 2, 0)
 
 
 def snap(x: torch.Tensor, bits: int = ACTIVATION_BITS) -> torch.Tensor:
-    """The nearest number on the grid of 2**-bits, ties to even. A new tensor."""
-    return x.mul(2.0**bits).round_().mul_(2.0**-bits)
+    """The nearest number on the grid of 2**-bits, ties to even; for |x| below 2**(51 - bits). A new tensor.
+
+    Adding 1.5 * 2**(52 - bits) leaves no room for finer bits in a float64, so that the addition itself rounds.
+    """
+    shift = 1.5 * 2.0 ** (52 - bits)
+    return x.add(shift).sub_(shift)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights on the grid. t: float64 [inputs, outputs]. reach: largest sum of |w| over the inputs of one output."""
+    """Weights on the grid. t: float64 [inputs, outputs]. reach: largest sum of |w| over the inputs of one output.
+
+    ends: last columns of the parts of a matrix that is several stacked ones, so that they take one product.
+    """
 
     t: torch.Tensor
     reach: float
+    ends: tuple[int, ...] = ()
 
     @staticmethod
-    def of(rows: torch.Tensor) -> Matrix:
-        """From float64 [outputs, inputs]."""
-        reach = float(rows.abs().sum(1).max()) if rows.numel() else 0.0
-        return Matrix(rows.T.contiguous(), reach)
+    def of(*parts: torch.Tensor) -> Matrix:
+        """From one or more float64 [outputs, inputs]."""
+        rows = torch.cat(parts)
+        ends = itertools.accumulate(part.shape[0] for part in parts)
+        return Matrix(rows.T.contiguous(), float(rows.abs().sum(1).max()), tuple(ends))
 
 
 def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """x @ w, exact, on the grid of 2**-30; x: [..., inputs] on 2**-20. Raises where the sum might not be exact."""
-    peak = float(x.abs().max()) * w.reach if x.numel() else 0.0
+    peak = float(torch.linalg.vector_norm(x, torch.inf)) * w.reach
     if not peak < LIMIT:  # NaN too
         raise LocalProtocolError(
-            "fixed-point headroom exhausted: a sum would not be exact", code="internal", where="engine.reference",
-            expected=f"below {LIMIT}", actual=peak, hint="State that was never written (poison) looks like this too.",
-        )  # fmt: skip
+            "fixed-point headroom exhausted: a sum would not be exact",
+            code="internal",
+            where="engine.reference",
+            expected=f"below {LIMIT}",
+            actual=peak,
+            hint="State that was never written (poison) looks like this too.",
+        )
     return x @ w.t
+
+
+def project(x: torch.Tensor, w: Matrix) -> tuple[torch.Tensor, ...]:
+    """The parts of a stacked matrix's product, each [..., outputs] on the grid: views of one tensor."""
+    out = snap(linear(x, w))
+    return tuple(out[..., a:b] for a, b in zip((0, *w.ends), w.ends, strict=False))
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
     """x / sqrt(mean(x**2)) over the last axis; statistics on 2**-12, so that the sum of squares is exact."""
     c = snap(x, 12)
-    mean = (c * c).sum(-1, keepdim=True) / x.shape[-1]
-    return snap(x / torch.sqrt(mean + 1e-6))
+    return snap(x / c.mul_(c).sum(-1, keepdim=True).div_(x.shape[-1]).add_(1e-6).sqrt_())
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
     """x over its length, last axis, on 2**-16."""
     c = snap(x, 12)
-    return snap(x / torch.sqrt((c * c).sum(-1, keepdim=True) + 1e-6), 16)
+    return snap(x / c.mul_(c).sum(-1, keepdim=True).add_(1e-6).sqrt_(), 16)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)) on the grid."""
-    return snap(1.0 / (1.0 + torch.exp(-x.contiguous())))
+    return snap(torch.sigmoid(x.contiguous()))
 
 
 def act(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x) on the grid."""
-    return snap(x / (1.0 + torch.exp(-x.contiguous())))
+    return snap(x * torch.sigmoid(x.contiguous()))
 
 
 def score_scale(width: int) -> float:
@@ -87,7 +106,7 @@ def score_scale(width: int) -> float:
 
 @dataclass(frozen=True)
 class Rotary:
-    """cos and sin of the rotary angles, float64 [..., 4] on 2**-16, one row a position."""
+    """Factors of the rotary embedding on 2**-16, float64 [..., 1, 8], one row a position: x * cos + swapped x * sin."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -97,10 +116,11 @@ class Rotary:
         """From int64 coordinates [..., 3]; frequency i reads axis i % 3."""
         frequency = torch.tensor(ROTARY_FREQUENCIES, dtype=F64, device=coordinates.device)
         angles = (coordinates[..., list(ROTARY_AXES)].to(F64) * frequency).contiguous()
-        return Rotary(snap(torch.cos(angles), 16), snap(torch.sin(angles), 16))
+        cos, sin = snap(torch.cos(angles), 16), snap(torch.sin(angles), 16)
+        return Rotary(torch.cat([cos, cos], -1).unsqueeze(-2), torch.cat([-sin, sin], -1).unsqueeze(-2))
 
-    def turn(self, x: torch.Tensor, heads: bool = True) -> torch.Tensor:
-        """Rotate the first 8 of the last axis. x: [..., heads, width] (or [..., width]), leading axes as the rows."""
-        c, s = (self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)) if heads else (self.cos, self.sin)
-        a, b = x[..., :4], x[..., 4:8]
-        return torch.cat([snap(a * c - b * s), snap(a * s + b * c), x[..., 8:]], -1)
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotate the first 8 of the last axis. x: [..., heads, width], leading axes as the rows."""
+        head = x[..., :8]
+        turned = snap((head * self.cos).addcmul_(head.roll(4, -1), self.sin))
+        return turned if x.shape[-1] == 8 else torch.cat([turned, x[..., 8:]], -1)

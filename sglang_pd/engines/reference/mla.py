@@ -12,7 +12,7 @@ import torch
 
 from sglang_pd.engines.reference.attention import Choice, attend, causal
 from sglang_pd.engines.reference.config import ReferenceConfig
-from sglang_pd.engines.reference.grid import F64, linear, rms, snap
+from sglang_pd.engines.reference.grid import F64, linear, project, rms, snap
 from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.qsa import top
 from sglang_pd.engines.reference.step import Keys, Step
@@ -38,15 +38,16 @@ def mla_layer(
     local = step.local
     if local is None or step.keys is None:
         raise TypeError("mla_layer needs token pools")
-    choice = _to_local(_choose(x, w, step, pools, config), step.keys, local)
     batch, n, _ = x.shape
-    q = rms(snap(linear(x, w.q)).view(batch, n, -1, config.mla_latent))
-    _write(snap(rms(snap(linear(x, w.latent))), 16), pools.latent, step)
+    q, latent, *rest = project(x, w.into)
+    choice = _to_local(_choose(rest[0], rest[1], step, pools, config), step.keys, local)
+    q = rms(q.view(batch, n, -1, config.mla_latent))
+    _write(snap(rms(latent), 16), pools.latent, step)
     keys = values = local.gather(pools.latent)
-    if pools.rope is not None and w.q_rope is not None and w.k_rope is not None:
-        turned = step.rotary.turn(rms(snap(linear(x, w.q_rope)).view(batch, n, -1, config.mla_rope)))
+    if pools.rope is not None:
+        turned = step.rotary.turn(rms(rest[2].view(batch, n, -1, config.mla_rope)))
         q = torch.cat([q, turned], -1)
-        _write(step.rotary.turn(rms(snap(linear(x, w.k_rope))), heads=False), pools.rope, step)
+        _write(step.rotary.turn(rms(rest[3].unsqueeze(-2)))[:, :, 0], pools.rope, step)
         keys = torch.cat([values, local.gather(pools.rope)], -1)
     out = attend(q, keys, values, choice, links)  # heads of the whole context-parallel group
     mine = out.shape[2] // cut.dcp
@@ -67,16 +68,16 @@ def quantise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (keys / scale).round().clamp(-127, 127).to(torch.int8), scale[..., 0].to(torch.float32)
 
 
-def _choose(x: torch.Tensor, w: Mla, step: Step, pools: MlaPools, config: ReferenceConfig) -> Choice:
+def _choose(query: torch.Tensor, raw: torch.Tensor, step: Step, pools: MlaPools, config: ReferenceConfig) -> Choice:
     """Write the new index keys; choose tokens for every query, over all positions."""
-    batch, n, _ = x.shape
+    batch, n, _ = raw.shape
     keys = step.keys
     if keys is None or step.write is None:
         raise TypeError("index keys need token pools")
-    key, scale = quantise(step.rotary.turn(rms(snap(linear(x, w.index_k))), heads=False))
+    key, scale = quantise(step.rotary.turn(rms(raw.unsqueeze(-2)))[:, :, 0])
     pools.key[step.write, 0] = key.flatten(0, 1)
     pools.scale[step.write, 0] = scale.flatten(0, 1)
-    query = step.rotary.turn(rms(snap(linear(x, w.index_q)).view(batch, n, config.index_heads, config.index_dim)))
+    query = step.rotary.turn(rms(query.view(batch, n, config.index_heads, config.index_dim)))
     table = keys.gather(pools.key)[:, :, 0].to(F64)
     scales = keys.gather(pools.scale)[:, None, :, 0].to(F64)
     scores = snap(torch.relu((query.flatten(1, 2) @ table.transpose(1, 2)) * scales), 16)

@@ -10,7 +10,7 @@ import torch
 
 from sglang_pd.engines.reference.config import ReferenceConfig
 from sglang_pd.engines.reference.gdn import causal_conv
-from sglang_pd.engines.reference.grid import act, linear, rms, sigmoid, snap
+from sglang_pd.engines.reference.grid import act, project, rms, sigmoid, snap
 from sglang_pd.engines.reference.step import Step
 from sglang_pd.engines.reference.weights import Ple
 
@@ -44,8 +44,8 @@ def ple_layer(x: torch.Tensor, w: Ple, step: Step, conv: torch.Tensor, config: R
         raise TypeError("ple_layer is for stages with PLE layers")
     rows = rows_of(grams(step.history, step.ids, config.eos), w)
     embedded = w.table[rows].flatten(-2)
-    key, value = rms(snap(linear(embedded, w.key))), snap(linear(embedded, w.value))
-    agreement = (key * rms(x)).sum(-1, keepdim=True) / config.hidden**0.5
+    value, key = project(embedded, w.into)
+    agreement = (rms(key) * rms(x)).sum(-1, keepdim=True) / config.hidden**0.5
     gated = snap(sigmoid(snap(agreement)) * value)
     mixed, left = causal_conv(conv[step.slot], rms(gated), w.conv, config.ngram)
     conv[step.slot] = left

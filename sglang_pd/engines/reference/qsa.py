@@ -14,9 +14,8 @@ import torch
 
 from sglang_pd.engines.reference.attention import Choice, causal
 from sglang_pd.engines.reference.config import ReferenceConfig
-from sglang_pd.engines.reference.grid import Rotary, linear, rms, snap
+from sglang_pd.engines.reference.grid import Rotary, rms, snap
 from sglang_pd.engines.reference.step import Keys, Qsa, Step
-from sglang_pd.engines.reference.weights import Attention
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,25 @@ def top(scores: torch.Tensor, visible: torch.Tensor, count: int) -> torch.Tensor
     return torch.zeros_like(visible).scatter_(-1, order, True) & visible
 
 
-def choose_blocks(x: torch.Tensor, w: Attention, step: Step, pools: QsaPools, config: ReferenceConfig) -> Choice:
-    """Update ring and compressed keys with the new tokens, and choose what every query reads."""
+def choose_blocks(
+    query: torch.Tensor, keys: torch.Tensor, step: Step, pools: QsaPools, config: ReferenceConfig
+) -> Choice:
+    """Update ring and compressed keys with the new tokens, and choose what every query reads.
+
+    query: float64 [B, n, index heads * width], keys: [B, n, width], both on the grid, neither normalised.
+    """
     qsa = step.qsa
-    if qsa is None or w.index_q is None or w.index_k is None or step.rope_ring is None or step.keys is None:
+    if qsa is None or step.rope_ring is None or step.keys is None:
         raise TypeError("choose_blocks is for QSA layers")
-    batch, n, _ = x.shape
-    keys = snap(linear(x, w.index_k))
+    batch, n, _ = keys.shape
     _close(keys, step.rope_ring, step, qsa, pools)
     pending = qsa.pending
     pools.ring[pending.slot, 0] = keys[pending.sequence, pending.offset]
-    query = step.rotary.turn(rms(snap(linear(x, w.index_q)).view(batch, n, config.qsa_heads, config.qsa_dim)))
+    query = step.rotary.turn(rms(query.view(batch, n, config.qsa_heads, config.qsa_dim)))
     groups = qsa.compressed.gather(pools.compressed)[:, :, 0]
     scores = snap(torch.relu(snap(query.flatten(1, 2) @ groups.transpose(1, 2), 16)), 16)
     scores = snap(scores.view(batch, n, config.qsa_heads, -1).sum(2), 12)
-    visible = torch.arange(groups.shape[1], device=x.device) < qsa.closed[:, :, None]
+    visible = torch.arange(groups.shape[1], device=keys.device) < qsa.closed[:, :, None]
     soft = config.coupling == "soft"
     chosen = visible if soft else top(scores, visible, config.qsa_budget // config.qsa_ratio)
     return _expand(step, step.keys, qsa, chosen, scores if soft else None)
@@ -65,7 +68,7 @@ def _close(keys: torch.Tensor, rope_ring: torch.Tensor, step: Step, qsa: Qsa, po
     members = raw[closing.sequence[:, None], closing.member]
     first = where[closing.sequence, closing.member[:, 0]]
     pooled = rms(snap(members.sum(1) / members.shape[1]))
-    pools.compressed[closing.target, 0] = Rotary.of(first).turn(pooled, heads=False)
+    pools.compressed[closing.target, 0] = Rotary.of(first).turn(pooled[:, None])[:, 0]
 
 
 def _expand(step: Step, keys: Keys, qsa: Qsa, chosen: torch.Tensor, scores: torch.Tensor | None) -> Choice:

@@ -7,7 +7,7 @@ import torch
 from sglang_pd.engines.reference.attention import Choice, Place, attention_layer, causal
 from sglang_pd.engines.reference.config import ReferenceConfig
 from sglang_pd.engines.reference.gdn import GdnPools, gdn_layer
-from sglang_pd.engines.reference.grid import linear, rms, sigmoid, snap
+from sglang_pd.engines.reference.grid import act, linear, project, rms, snap
 from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.mla import MlaPools, mla_layer
 from sglang_pd.engines.reference.ple import next_history, ple_layer
@@ -49,8 +49,8 @@ class Stage:
         return x
 
     def _mlp(self, w: Mlp, x: torch.Tensor) -> torch.Tensor:
-        gate = snap(linear(x, w.gate))
-        hidden = snap(snap(gate * sigmoid(gate)) * snap(linear(x, w.up)))
+        gate, up = project(x, w.into)
+        hidden = snap(act(gate) * up)
         return snap(self.links.tp_sum(linear(hidden, w.down)))
 
     def _mix(self, number: int, layer: Layer, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -74,12 +74,13 @@ class Stage:
         keys, write = (step.window, step.window_write) if window else (step.keys, step.write)
         if keys is None or write is None:
             raise TypeError("attention needs token pools")
+        parts = project(x, w.into)
         choice: Choice
         if kind == "qsa":
             pools = QsaPools(self._pool["QSA_PENDING", number, "key"], self._pool["QSA_COMPRESSED", number, "key"])
-            choice = choose_blocks(x, w, step, pools, self.config)
+            choice = choose_blocks(parts[3], parts[4], step, pools, self.config)
         else:
             choice = causal(step, keys, self.config.window if window else 0)
         place = Place(self._pool[name, number, "k"], self._pool[name, number, "v"], write, keys)
         # Keys and values are whole on every context-parallel rank here: nothing is merged over that group.
-        return attention_layer(x, w, step, place, choice, Links(tp_sum=self.links.tp_sum))
+        return attention_layer(parts[:3], w, step, place, choice, Links(tp_sum=self.links.tp_sum))

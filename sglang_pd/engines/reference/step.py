@@ -5,7 +5,7 @@ A step has B sequences with n new tokens each (n = 1 in decode; B = 1 in prefill
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -141,6 +141,7 @@ class Step:
     qsa: Qsa | None = None
     rope_ring: torch.Tensor | None = None
     history: torch.Tensor | None = None
+    choices: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
 class StepBuilder:

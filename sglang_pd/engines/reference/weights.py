@@ -7,6 +7,7 @@ all ranks of all topologies see slices of the same model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -76,35 +77,28 @@ def columns(w: torch.Tensor, width: int, part: slice) -> Matrix:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gate, up and down, cut by hidden unit."""
+    """Cut by hidden unit. into: gate | up."""
 
-    gate: Matrix
-    up: Matrix
+    into: Matrix
     down: Matrix
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Projections of full, sliding-window and QSA layers, cut by head. index_*: QSA layers only, replicated."""
+    """Full, sliding-window and QSA layers, cut by head. into: q and k | v | gate, and in QSA layers | index q | index
+    k, these two replicated."""
 
-    q: Matrix
-    k: Matrix
-    v: Matrix
-    gate: Matrix
+    into: Matrix
     out: Matrix
-    index_q: Matrix | None = None
-    index_k: Matrix | None = None
 
 
 @dataclass(frozen=True)
 class Gdn:
-    """Gated DeltaNet, cut by head. mix: q | k | v channels of this rank; conv: [channels, kernel]."""
+    """Gated DeltaNet, cut by head. into: mix | gate | decay | beta, where mix is the q | k | v channels of this rank;
+    conv: [channels, kernel]."""
 
-    mix: Matrix
+    into: Matrix
     conv: torch.Tensor
-    gate: Matrix
-    decay: Matrix
-    beta: Matrix
     rate: torch.Tensor
     shift: torch.Tensor
     out: Matrix
@@ -112,25 +106,20 @@ class Gdn:
 
 @dataclass(frozen=True)
 class Mla:
-    """Latent attention; queries of the context-parallel group's heads, values and output of the rank's own heads."""
+    """Latent attention. into: q | latent | index q | index k, and with a rotary part | q rope | k rope; queries are
+    those of the context-parallel group's heads. value, out: of the rank's own heads."""
 
-    q: Matrix
-    q_rope: Matrix | None
-    latent: Matrix
-    k_rope: Matrix | None
+    into: Matrix
     value: torch.Tensor
     out: Matrix
-    index_q: Matrix
-    index_k: Matrix
 
 
 @dataclass(frozen=True)
 class Ple:
-    """Per-layer n-gram embedding, replicated. offsets: first row of each head's table."""
+    """Per-layer n-gram embedding, replicated. into: value | key. offsets: first row of each head's table."""
 
     table: torch.Tensor
-    value: Matrix
-    key: Matrix
+    into: Matrix
     conv: torch.Tensor
     multipliers: torch.Tensor
     primes: torch.Tensor
@@ -156,8 +145,9 @@ class Weights:
     layers: dict[int, Layer]
 
 
+@lru_cache(maxsize=32)
 def build(config: ReferenceConfig, layers: range, cut: Cut, device: str = "cpu") -> Weights:
-    """The weights of one rank. Raises `ManifestError` through the layout where heads and ranks do not divide."""
+    """The weights of one rank, kept for the next engine of the same model: nobody changes them."""
     ends = Draw(config.seed * 4096 + 4095, device)
     embedding = ends.normal(config.vocab, config.hidden, scale=1.0)
     head = Matrix.of(ends.normal(config.vocab, config.hidden))
@@ -176,7 +166,7 @@ def _layer(c: ReferenceConfig, number: int, cut: Cut, device: str) -> Layer:
         mixer = _attention(c, draw, cut, kind == "qsa")
     span = cut.span(c.mlp)
     up, gate, down = draw.normal(c.mlp, c.hidden), draw.normal(c.mlp, c.hidden), draw.normal(c.hidden, c.mlp)
-    mlp = Mlp(Matrix.of(gate[span]), Matrix.of(up[span]), Matrix.of(down[:, span]))
+    mlp = Mlp(Matrix.of(gate[span], up[span]), Matrix.of(down[:, span]))
     return Layer(kind, mixer, mlp, _ple(c, draw) if number in c.ple_layers else None)
 
 
@@ -184,16 +174,12 @@ def _attention(c: ReferenceConfig, draw: Draw, cut: Cut, qsa: bool) -> Attention
     wide, narrow = c.heads * c.head_dim, c.kv_heads * c.head_dim
     q, k, v = draw.normal(wide, c.hidden), draw.normal(narrow, c.hidden), draw.normal(narrow, c.hidden)
     out, gate = draw.normal(c.hidden, wide), draw.normal(wide, c.hidden)
-    mine, kv = cut.span(c.heads), cut.span(c.kv_heads)
+    mine, kv, width = cut.span(c.heads), cut.span(c.kv_heads), c.head_dim
+    index = (draw.normal(c.qsa_heads * c.qsa_dim, c.hidden), draw.normal(c.qsa_dim, c.hidden)) if qsa else ()
+    both = torch.cat([rows(q, width, mine), rows(k, width, kv)])
     return Attention(
-        Matrix.of(rows(q, c.head_dim, mine)),
-        Matrix.of(rows(k, c.head_dim, kv)),
-        Matrix.of(rows(v, c.head_dim, kv)),
-        Matrix.of(rows(gate, c.head_dim, mine)),
-        columns(out, c.head_dim, mine),
-        Matrix.of(draw.normal(c.qsa_heads * c.qsa_dim, c.hidden)) if qsa else None,
-        Matrix.of(draw.normal(c.qsa_dim, c.hidden)) if qsa else None,
-    )
+        Matrix.of(both, rows(v, width, kv), rows(gate, width, mine), *index), columns(out, width, mine)
+    )  # fmt: skip
 
 
 def _gdn(c: ReferenceConfig, draw: Draw, cut: Cut) -> Gdn:
@@ -204,12 +190,11 @@ def _gdn(c: ReferenceConfig, draw: Draw, cut: Cut) -> Gdn:
     mix = torch.cat([rows(draw.normal(n, c.hidden), width, part) for n, part, width in spans])
     conv = torch.cat([rows(draw.normal(n, c.gdn_kernel, scale=0.6), width, part) for n, part, width in spans])
     mine = cut.span(c.gdn_value_heads)
+    gate = rows(draw.normal(values, c.hidden), c.gdn_value_dim, mine)
+    decay, beta = (draw.normal(c.gdn_value_heads, c.hidden)[mine] for _ in range(2))
     return Gdn(
-        Matrix.of(mix),
+        Matrix.of(mix, gate, decay, beta),
         conv,
-        Matrix.of(rows(draw.normal(values, c.hidden), c.gdn_value_dim, mine)),
-        Matrix.of(draw.normal(c.gdn_value_heads, c.hidden)[mine]),
-        Matrix.of(draw.normal(c.gdn_value_heads, c.hidden)[mine]),
         draw.uniform(c.gdn_value_heads, 0.05, 0.55)[mine],
         draw.normal(c.gdn_value_heads, scale=0.3)[mine],
         columns(draw.normal(c.hidden, values), c.gdn_value_dim, mine),
@@ -222,15 +207,12 @@ def _mla(c: ReferenceConfig, draw: Draw, cut: Cut) -> Mla:
     q_rope = draw.normal(c.heads * max(c.mla_rope, 1), c.hidden)
     latent, k_rope = draw.normal(c.mla_latent, c.hidden), draw.normal(max(c.mla_rope, 1), c.hidden)
     value = draw.normal(c.heads, c.mla_latent, c.head_dim, scale=c.mla_latent**-0.5)
+    index = (draw.normal(c.index_heads * c.index_dim, c.hidden), draw.normal(c.index_dim, c.hidden))
+    rope = (rows(q_rope, c.mla_rope, group), k_rope) if c.mla_rope else ()
     return Mla(
-        Matrix.of(rows(q, c.mla_latent, group)),
-        Matrix.of(rows(q_rope, c.mla_rope, group)) if c.mla_rope else None,
-        Matrix.of(latent),
-        Matrix.of(k_rope) if c.mla_rope else None,
+        Matrix.of(rows(q, c.mla_latent, group), latent, *index, *rope),
         value[mine],
         columns(draw.normal(c.hidden, c.heads * c.head_dim), c.head_dim, mine),
-        Matrix.of(draw.normal(c.index_heads * c.index_dim, c.hidden)),
-        Matrix.of(draw.normal(c.index_dim, c.hidden)),
     )
 
 
@@ -242,5 +224,5 @@ def _ple(c: ReferenceConfig, draw: Draw) -> Ple:
     offsets = torch.cumsum(primes, 0) - primes
     device = table.device
     return Ple(
-        table, Matrix.of(value), Matrix.of(key), conv, draw.odd(c.ngram), primes.to(device), offsets.to(device)
+        table, Matrix.of(value, key), conv, draw.odd(c.ngram), primes.to(device), offsets.to(device)
     )  # fmt: skip
