@@ -219,7 +219,8 @@ class Wrote(RoomMessage, frozen=True, kw_only=True):
     """Prefill -> decode: these bytes of one component are DONE at every destination of this writer.
 
     component: the kind's name. The record covers those of the writer's layers with ids in [layer_start, layer_stop),
-    for tokens [token_start, token_stop). last: this writer writes no more of this component in this room.
+    for tokens [token_start, token_stop), counted in the component's own elements (tokens, closed groups, or 0 to 1 for
+    a state as a whole). last: this writer writes no more of this component in this room.
     An empty record (all four bounds 0) must be last: the only record of an empty plan, or an end mark.
     nbytes: bytes moved. digests: state digests as packed little-endian u64, one a covered layer, or empty.
     """

@@ -6,6 +6,9 @@ writes only what is not there.
 
 from __future__ import annotations
 
+import base64
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,23 @@ def test_vectors_decode_and_encode_to_the_same_bytes(path: Path) -> None:
     twin = path.with_suffix(".json").read_bytes()
     assert msgspec.json.decode(twin, type=type(message)) == message
     assert msgspec.json.format(msgspec.json.encode(message), indent=2) + b"\n" == twin
+
+
+@pytest.mark.parametrize("path", sorted(VECTORS.glob("*.bin")), ids=lambda path: path.stem)
+def test_a_peer_that_knows_only_the_page_reads_the_vectors(path: Path) -> None:
+    frame = path.read_bytes()
+    magic, names_bytes, body_bytes, body_hash = frame[:4], frame[11], *struct.unpack_from("<I24xQ", frame, 12)
+    body = frame[48 + names_bytes :]
+    assert magic == b"SGPD" and len(body) == body_bytes and xxhash.xxh3_64_intdigest(body) == body_hash
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return base64.b64encode(value).decode()
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    assert plain(msgspec.msgpack.decode(body)) == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES))
