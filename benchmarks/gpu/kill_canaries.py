@@ -60,11 +60,15 @@ def run_lane(spec: BackendSpec, kills: int, results: list[dict[str, Any]]) -> No
 
 
 def run_kills(backend: str, options: Mapping[str, Any], kills: int, lanes: int, gpus: int) -> dict[str, Any]:
-    """`kills` kills in all, over `lanes` lanes at once: half between two GPUs where there are two, half on one."""
+    """`kills` kills in all, over `lanes` lanes at once, which take turns with the kinds of destination.
+
+    These are another GPU where there is one, the same GPU, and (for `local`) host memory that the GPU writes to.
+    """
+    targets = (["cuda:1"] if gpus > 1 else []) + ["cuda:0"] + (["cpu"] if backend == "local" else [])
     results: list[dict[str, Any]] = []
     threads = []
     for lane in range(lanes):
-        dst = f"cuda:{lane % 2}" if gpus > 1 else "cuda:0"
+        dst = targets[lane % len(targets)]
         spec = BackendSpec(name=backend, options=dict(options), src_device="cuda:0", dst_device=dst)
         share = kills // lanes + (lane < kills % lanes)
         threads.append(threading.Thread(target=run_lane, args=(spec, share, results)))
