@@ -118,7 +118,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         if stone is not None:
             self.counts["late"] += 1
             return self._repeat(peer, message, stone)
-        if message.to_epoch != self.epoch or peer.lost is not None:
+        if message.to_epoch != peer.own_epoch or peer.lost is not None:
             # Another incarnation was meant; this one can never open the generation, so nothing need be remembered.
             return self._refusal(peer, message, ErrorInfo(code="epoch_stale", message="that incarnation is gone"))
         ticket = decode_ticket(message.ticket) if message.ticket else None
