@@ -12,7 +12,8 @@ class Peer:
     """A peer epoch that passed the verdict. Shared by all its rooms; times are this side's monotonic seconds.
 
     liveness_s: how long it may be silent. alive_until_s: last sign of life plus liveness_s. drain_until_s: when it said
-    it would be gone, None while it does not drain. lost: why it was given up, None while it lives.
+    it would be gone, None while it does not drain. lost: why it was given up, None while it lives. own_epoch: under
+    which epoch this side speaks to it.
     """
 
     epoch: int
@@ -21,6 +22,7 @@ class Peer:
     alive_until_s: float
     drain_until_s: float | None = None
     lost: ErrorInfo | None = None
+    own_epoch: int = 0
 
     @property
     def deadline_s(self) -> float:

@@ -67,13 +67,25 @@ class RoomTable(Generic[R]):
 
     # --- peers -------------------------------------------------------------------------------------------------------
 
-    def add_peer(self, epoch: int, instance: str, liveness_s: float, now_s: float) -> Peer:
-        """An incarnation passed the verdict. LocalProtocolError: it is known or was lost, or there are too many."""
+    def add_peer(
+        self, epoch: int, instance: str, liveness_s: float, now_s: float, *, own_epoch: int | None = None
+    ) -> Peer:
+        """An incarnation passed the verdict. LocalProtocolError: it is known or was lost, or there are too many.
+
+        own_epoch: what this side calls itself towards that peer; default: the table's epoch. Two processes that lost
+        each other and live meet again under new epochs on both sides, since an epoch that was lost never returns.
+        """
         if epoch in self.peers or epoch in self._lost or epoch == 0:
             raise LocalProtocolError("an incarnation comes once", code="epoch_stale", actual=f"{epoch:016x}")
         if len(self.peers) >= self.bounds.peers:
             raise LocalProtocolError("too many peers", code="queue_full", expected=f"<= {self.bounds.peers}")
-        peer = Peer(epoch=epoch, instance=instance, liveness_s=liveness_s, alive_until_s=now_s + liveness_s)
+        peer = Peer(
+            epoch=epoch,
+            own_epoch=self.epoch if own_epoch is None else own_epoch,
+            instance=instance,
+            liveness_s=liveness_s,
+            alive_until_s=now_s + liveness_s,
+        )
         self.peers[epoch] = peer
         self._by_peer[epoch] = set()
         self._graves[epoch] = self._new_grave(liveness_s)
@@ -119,12 +131,12 @@ class RoomTable(Generic[R]):
             peer.drain_until_s = now_s + message.deadline_ms / 1000
             for room_id in self._by_peer[peer.epoch]:
                 self._schedule(self.rooms[room_id])
-        elif message.peer_epoch not in (0, self.epoch):
+        elif message.peer_epoch not in (0, peer.own_epoch):
             self.counts["epoch_stale"] += 1
             raise RemoteProtocolError(
                 "the heartbeat is meant for another incarnation",
                 code="epoch_stale",
-                expected=f"{self.epoch:016x}",
+                expected=f"{peer.own_epoch:016x}",
                 actual=f"{message.peer_epoch:016x}",
             )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.protocol.bind import Chunk, IndexLists
-from sglang_pd.protocol.errors import ErrorInfo, ManifestError, PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, ManifestError, PdError, RoomError
 from sglang_pd.protocol.idx import Idx
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt, list_count
@@ -28,6 +28,7 @@ from sglang_pd.protocol.manifest import (
     SegmentInfo,
     Transport,
 )
+from sglang_pd.protocol.messages import MAX_RECORD_BYTES
 from sglang_pd.protocol.pairing import Pairing, pairing_of
 from sglang_pd.protocol.plan import region_table
 from sglang_pd.protocol.spaces import AnySpace
@@ -88,6 +89,9 @@ class RankAgent:
         self.source = SourceSide(facts.rank, backend, report, digest=reader.digest, deadline_s=deadline_s)
         self.destination = DestinationSide(facts.rank, backend, report, digest=reader.digest)
         self.stopped = False
+        self.control_epoch = 0
+        """The control that this rank serves, where that is another process; 0: none yet."""
+        self._leaving_control = False
         self._described = backend.describe()
 
     def manifest(self) -> RankManifest:
@@ -123,7 +127,19 @@ class RankAgent:
         stated = self.manifest()
         self._described = stated.transport.connect
         manifest = msgspec.msgpack.encode(stated)
-        self._report(Joined(rank=self.facts.rank, epoch=self.facts.epoch, manifest=manifest))
+        self._report(
+            Joined(rank=self.facts.rank, epoch=self.facts.epoch, manifest=manifest, control_epoch=self.control_epoch)
+        )
+
+    def rejoin(self, control_epoch: int) -> None:
+        """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
+        if self.control_epoch in (0, control_epoch):
+            self.join()
+        elif not self._leaving_control:
+            self._leaving_control = True
+            self._pairings.clear()
+            self.source.leave_all()
+            self.destination.leave_all()
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
 
@@ -136,7 +152,18 @@ class RankAgent:
         self._call(lambda: self.source.chunk(room, Ready(chunk, after, lists)))
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
-        """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0."""
+        """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0.
+
+        Raises `LocalProtocolError` for one larger than 64 KiB.
+        """
+        if len(record) > MAX_RECORD_BYTES:
+            raise LocalProtocolError(
+                "the handoff record is too large; large tensors are a REQUEST_ROW component",
+                code="message_malformed",
+                where=f"room {room}",
+                expected=f"<= {MAX_RECORD_BYTES} bytes",
+                actual=f"{len(record)} bytes",
+            )
         self._call(lambda: self.source.handoff(room, covered_tokens, record))
 
     def _call(self, call: Callable[[], None]) -> None:
@@ -204,16 +231,24 @@ class RankAgent:
         else:
             self.destination.begin(order, pairing.room(prompt, placeholder_lists(needed.src, prompt), dst))
 
+    @property
+    def seeking(self) -> bool:
+        """True while a fence is sought from the backend."""
+        return self.destination.seeking
+
     def step(self) -> bool:
-        """One turn: engine calls, transfers, fences. True while something is in flight."""
+        """One turn: engine calls, transfers, fences. True while something of this rank is in flight."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
         self.backend.progress()
         flying, was_seeking = self.source.step(), self.destination.seeking
         self.destination.step()
-        if was_seeking and self.backend.describe() != self._described:
+        if self._leaving_control and not flying and not self.destination.seeking:
+            self._leaving_control, self.control_epoch = False, 0
+            self.join()
+        elif was_seeking and self.backend.describe() != self._described:
             self.join()  # the fence cost every connection: peers must learn of the rebuilt transport
-        return flying or self.destination.seeking
+        return flying
 
 
 def placeholder_lists(needed: Mapping[AnySpace, str], prompt: Prompt) -> IndexLists:

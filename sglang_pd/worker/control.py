@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError, from_info
 from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology
 from sglang_pd.protocol.messages import Draining, Message
 from sglang_pd.protocol.pairing import Pairing
@@ -34,6 +34,7 @@ from sglang_pd.worker.orders import (
     PeerFault,
     Rejoin,
     Unpair,
+    Welcome,
     decode_report,
     encode,
 )
@@ -98,6 +99,8 @@ class InstanceControl:
         self.desk: RoomDesk | None = None
         self._pending: list[_Pending] = []
         self._calls_before_ready: list[tuple[str, bytes | None]] = []
+        self._left: dict[int, frozenset[int]] = {}
+        """Lost peers whose fence is sought here: the epochs of their ranks."""
         self.failed: ErrorInfo | None = None
         self.draining_until_s: float | None = None
 
@@ -140,9 +143,9 @@ class InstanceControl:
     def _all_joined(self) -> None:
         self.peering = Peering(self._own(), self.link, self)
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
-        for address, key in self._calls_before_ready:
-            self.peering.call(address, key, self._clock())
-        self._calls_before_ready.clear()
+        calls, self._calls_before_ready = self._calls_before_ready, []
+        for address, key in calls:
+            self.call(address, key)
 
     def _renew(self, rank: RankId) -> None:
         """A rank rebuilt its transport to prove a fence: what was on its way to it is void, peers must meet it anew."""
@@ -171,7 +174,7 @@ class InstanceControl:
         if self.peering is None:
             self._calls_before_ready.append((address, server_key))
         else:
-            self.peering.call(address, server_key, self._clock())
+            self.peering.call(address, server_key, self._clock(), wanted=True)
 
     def request(self, facts: RoomFacts) -> None:
         """Prefill: a request arrived."""
@@ -190,7 +193,6 @@ class InstanceControl:
         if self._stopped() or len(self._pending) >= MAX_PENDING:
             self._refuse(facts, self._why_stopped())
             return
-        self.call(address)
         self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s))
         self._try_pending()
 
@@ -211,11 +213,13 @@ class InstanceControl:
             self.peering.draining = True
             self.desk.prefill.draining = self.desk.decode.draining = True
             self.peering.broadcast(Draining(deadline_ms=max(1, int(deadline_s * 1000)), reason="stopping"))
+        self._try_pending()
 
     @property
     def drained(self) -> bool:
         """True when draining and no room is left, fences included."""
-        return self.draining_until_s is not None and (self.desk is None or not self.desk.open_rooms)
+        left = self._pending or (self.desk is not None and self.desk.open_rooms)
+        return self.draining_until_s is not None and not left
 
     def _stopped(self) -> bool:
         return self.failed is not None or self.draining_until_s is not None
@@ -236,21 +240,31 @@ class InstanceControl:
 
     def _try_pending(self) -> None:
         """Open what waited for a handshake that is through; refuse what waited for one that failed, or too long."""
-        if self.peering is None or self.desk is None:
-            return
-        now_s, waiting = self._clock(), []
-        for pending in self._pending:
-            talk = self.peering.call(pending.address, None, now_s)
+        pendings, self._pending = self._pending, []
+        for pending in pendings:
+            try:
+                if not self._try(pending, self._clock()):
+                    self._pending.append(pending)
+            except PdError as error:
+                self._refuse(pending.facts, error)
+
+    def _try(self, pending: _Pending, now_s: float) -> bool:
+        """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""
+        if self._stopped():
+            raise self._why_stopped()
+        talk = self.peering.call(pending.address, None, now_s) if self.peering is not None else None
+        if talk is not None and self.desk is not None:
             if talk.stage is Stage.AGREED and talk.renewal is None:
                 self.desk.open(pending.facts, talk.epoch, now_s)
-            elif talk.stage is Stage.REFUSED and talk.error is not None:
-                self._refuse(pending.facts, RoomError(talk.error.message, code=talk.error.code, where=talk.instance))
-            elif now_s >= pending.deadline_s:
-                error = RoomError("no handshake with the peer in time", code="peer_unknown", where=pending.address)
-                self._refuse(pending.facts, error)
-            else:
-                waiting.append(pending)
-        self._pending = waiting
+                return True
+            if talk.stage is Stage.REFUSED and talk.error is not None:
+                raise from_info(talk.error)
+        if now_s < pending.deadline_s:
+            return False
+        if talk is None:
+            raise self._why_stopped()
+        said = f": {talk.error.message}" if talk.error is not None else ""
+        raise RoomError(f"no handshake with the peer in time{said}", code="peer_unknown", where=pending.address)
 
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
@@ -279,7 +293,7 @@ class InstanceControl:
         if self.desk is None or self.peering is None or talk.manifest is None:
             return
         table = self.desk.prefill if talk.source else self.desk.decode
-        table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock())
+        table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock(), own_epoch=talk.own_epoch)
         self._pair_ranks(talk)
         self._try_pending()
 
@@ -288,18 +302,25 @@ class InstanceControl:
         self._pair_ranks(talk)
         self._try_pending()
 
-    def _pair_ranks(self, talk: Conversation) -> None:
+    def _pair_ranks(self, talk: Conversation, rank: RankId | None = None) -> None:
         if self.peering is None or talk.manifest is None:
             return
         own, peer = self.peering.own.encoded, msgspec.msgpack.encode(talk.manifest)
         prefill, decode = (own, peer) if talk.source else (peer, own)
-        self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode))
+        self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode), rank)
 
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """See `peering.Heard`."""
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
+            if talk.manifest is not None and self.desk.sought(epoch):
+                self._left[epoch] = frozenset(rank.epoch for rank in talk.manifest.ranks)
         self.ranks.order(Unpair(peer_epoch=epoch))
+
+    def unproven(self, manifest: InstanceManifest) -> bool:
+        """See `peering.Heard`."""
+        self._left = {epoch: ranks for epoch, ranks in self._left.items() if self.desk and self.desk.sought(epoch)}
+        return any(rank.epoch in ranks for ranks in self._left.values() for rank in manifest.ranks)
 
     def refused(self, talk: Conversation) -> None:
         """See `peering.Heard`."""
@@ -323,17 +344,45 @@ class InstanceControl:
         try:
             report = decode_report(frame)
             if isinstance(report, Joined):
-                self._by_party[party] = report.rank
-                self._join(report, lambda order: self._reach(party, order), remote=True)
+                self._join_remote(party, report)
                 return
         except (msgspec.MsgspecError, PdError):
             self.link.counts["malformed_reports"] += 1
             return
         rank = self._by_party.get(party)
         if rank is None or not self.ranks.heard(rank, self._clock()):
-            self._reach(party, Rejoin())  # this control is new, or gave the rank up: it must introduce itself
+            # This control is new, or gave the rank up: it must introduce itself.
+            self._reach(party, Rejoin(control_epoch=self.epoch))
         else:
             self._on_report(rank, report)
+
+    def _join_remote(self, party: Party, report: Joined) -> None:
+        if report.control_epoch not in (0, self.epoch):
+            self._reach(party, Rejoin(control_epoch=self.epoch))
+            return
+        known = self.ranks.epoch_of(report.rank)
+        again = known == report.epoch and self._by_party.get(party) != report.rank
+        self._join(report, lambda order: self._reach(party, order), remote=True)
+        self._by_party = {p: rank for p, rank in self._by_party.items() if rank != report.rank}
+        self._by_party[party] = report.rank
+        self._reach(party, Welcome(control_epoch=self.epoch))
+        if again and self.desk is not None:
+            self._rejoined(report.rank)
+
+    def _rejoined(self, rank: RankId) -> None:
+        """The connection to a rank was made anew: orders and reports on their way are gone. Its rooms cannot go on."""
+        cause = ErrorInfo(
+            code="peer_lost",
+            message="the connection between control and rank was lost and made again",
+            where=f"{self.config.instance_id} rank {rank}",
+        )
+        if self.desk is None or self.peering is None:
+            return
+        for talk in self.peering.all():
+            if talk.stage is Stage.AGREED:
+                self._pair_ranks(talk, rank)
+        self.desk.fail_all(cause, self._clock())
+        self.desk.repeat_orders(rank)
 
     def _reach(self, party: Party, order: AnyOrder) -> None:
         self.link.send(party, encode(order))
@@ -366,6 +415,7 @@ class InstanceControl:
             for rank, report in reports:
                 self._on_report(rank, report)
         now_s = self._clock()
+        self._try_pending()
         if self.peering is None or self.desk is None:
             return
         for rank in self.ranks.lost(now_s):
@@ -381,7 +431,6 @@ class InstanceControl:
         if self.draining_until_s is not None and now_s >= self.draining_until_s:
             self.desk.fail_all(ErrorInfo(code="draining", message="the drain deadline passed"), now_s)
         self.peering.tick(now_s, self._rooms_with)
-        self._try_pending()
 
     def _rooms_with(self, epoch: int) -> int:
         if self.desk is None:

@@ -6,6 +6,7 @@ and is repeated by the caller; any may come twice. Who is whom is decided by epo
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -23,7 +24,14 @@ from sglang_pd.protocol.plan import PACKING_ORDER
 from sglang_pd.worker.link import Party
 
 MAX_CALLERS: Final = 1_024
-"""Conversations that others started, agreed or not; the oldest that never agreed goes first."""
+"""Conversations that others started and both agreed to."""
+MAX_STRANGERS: Final = 64
+"""Conversations that others started and that are not agreed; the oldest goes first, and may say Hello again."""
+
+
+def new_epoch() -> int:
+    """A random 64-bit epoch."""
+    return secrets.randbits(64) or 1
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,19 @@ class Stage(Enum):
 class Conversation:
     """One peer instance as this side knows it. source: this side is prefill in the pair.
 
-    address: where this side calls, empty for callers. paired: what own ranks said of their connections.
-    renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt), while the old one stands.
+    own_epoch: what this side calls itself here. An epoch that a peer lost never returns to it, so two processes that
+    lost each other and live (a broken link, a stopped process) speak anew under new ones.
+    address: where this side calls, empty for callers. wanted: keep calling it, rooms or not. paired: what the own ranks
+    said of their connections. renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt),
+    while the old one stands.
     """
 
     party: Party
     source: bool
     address: str = ""
     stage: Stage = Stage.CALLING
+    own_epoch: int = field(default_factory=new_epoch)
+    wanted: bool = False
     epoch: int = 0
     instance: str = ""
     manifest: InstanceManifest | None = None
@@ -77,14 +90,16 @@ class Conversation:
     liveness_s: float = 0.0
     error: ErrorInfo | None = None
     next_send_s: float = 0.0
-    started_s: float = 0.0
+    used_s: float = 0.0
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
     renewal: Conversation | None = None
 
     def renew(self) -> Conversation:
         """Start the handshake of a new manifest beside the one that stands."""
-        self.renewal = Conversation(self.party, self.source, self.address, epoch=self.epoch)
+        self.renewal = Conversation(
+            self.party, self.source, self.address, epoch=self.epoch, own_epoch=self.own_epoch, instance=self.instance
+        )
         return self.renewal
 
     def adopt(self, renewed: Conversation) -> None:
@@ -94,8 +109,9 @@ class Conversation:
         self.paired, self.renewal = {}, None
 
     def restart(self) -> None:
-        """Forget an incarnation and call again."""
+        """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
+        self.own_epoch = new_epoch()
         self.paired, self.next_send_s, self.renewal = {}, 0.0, None
 
 
@@ -116,7 +132,7 @@ def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloRe
 
     Raises `RemoteProtocolError` for a manifest that does not decode or contradicts itself.
     """
-    decode = _read(message.manifest, message.manifest_digest)
+    decode = read_manifest(message.manifest, message.manifest_digest)
     talk.epoch, talk.instance, talk.manifest = epoch, message.instance, decode
     talk.manifest_digest = message.manifest_digest
     talk.liveness_s = message.liveness_ms / 1000
@@ -141,7 +157,7 @@ def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloRe
 
 def confirm(own: Self, talk: Conversation, epoch: int, message: HelloReply) -> HelloConfirm:
     """Decode's side of the answer: judge the same pair, compare verdicts and digests."""
-    prefill = _read(message.manifest, message.manifest_digest)
+    prefill = read_manifest(message.manifest, message.manifest_digest)
     talk.epoch, talk.instance, talk.manifest = epoch, message.instance, prefill
     talk.manifest_digest = message.manifest_digest
     talk.liveness_s = message.liveness_ms / 1000
@@ -180,7 +196,8 @@ def settle(talk: Conversation, same: bool) -> None:
     talk.stage = Stage.AGREED if talk.pairing else Stage.REFUSED
 
 
-def _read(encoded: bytes, digest: int) -> InstanceManifest:
+def read_manifest(encoded: bytes, digest: int) -> InstanceManifest:
+    """Decode a manifest that travelled. Raises `RemoteProtocolError` for one that contradicts itself or its digest."""
     try:
         manifest = msgspec.msgpack.decode(encoded, type=InstanceManifest)
     except msgspec.MsgspecError as error:

@@ -190,10 +190,17 @@ class RoomDesk:
         self._now_s = now_s
         if source:
             self._carry(Role.PREFILL, self.prefill.receive(peer_epoch, message, now_s))
-        elif isinstance(message, RoomMessage) and chosen(message.room, self._verify_mode):
+        elif isinstance(message, RoomMessage) and self._verified(peer_epoch, message):
             self.verification.take(peer_epoch, message)
         else:
             self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, now_s))
+
+    def _verified(self, peer_epoch: int, message: RoomMessage) -> bool:
+        """Whether it is of a room that runs here and is verified; anything else is for the table to answer."""
+        found = self.decode.rooms.get(message.room)
+        if found is None or (found.generation, found.peer.epoch) != (message.generation, peer_epoch):
+            return False
+        return not found.state.terminal and chosen(message.room, self._verify_mode)
 
     def _believe(self, peer_epoch: int, message: RoomMessage) -> None:
         try:
@@ -201,8 +208,8 @@ class RoomDesk:
         except PdError as error:
             self.counts[f"refused_{error.code}"] += 1
 
-    def _fail_decode(self, room: int, error: ErrorInfo) -> None:
-        self._local(Role.DECODE, room, Fail(error))
+    def _fail_decode(self, room: int, generation: int, error: ErrorInfo) -> None:
+        self._local(Role.DECODE, room, Fail(error), generation)
 
     # --- from own ranks ----------------------------------------------------------------------------------------------
 
@@ -222,8 +229,10 @@ class RoomDesk:
             fenced = RankFenced(writer=writer, fenced=report.fenced, reason=report.reason)
             self._local(Role.PREFILL, report.room, fenced, report.generation)
         elif isinstance(report, Revoked):
-            self._proven.setdefault(report.peer_epoch, set()).add(str(rank))
-            for room in sorted(self._sought.get(report.peer_epoch, ())):
+            rooms = sorted(self._sought.get(report.peer_epoch, ()))
+            if rooms:
+                self._proven.setdefault(report.peer_epoch, set()).add(str(rank))
+            for room in rooms:
                 self._local(Role.DECODE, room, Proven(str(rank)))
         elif isinstance(report, Checked):
             self.verification.answer(rank, report)
@@ -237,6 +246,16 @@ class RoomDesk:
         for room in list(self.prefill.rooms):
             gone = RankFenced(writer=writer, fenced=False, gone=True, reason="the rank's process is gone")
             self._local(Role.PREFILL, room, gone)
+
+    def repeat_orders(self, rank: RankId) -> None:
+        """A rank may have missed orders: halt again what waits for its fence, seek again what is not proven."""
+        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        for room in self.prefill.rooms.values():
+            if room.state.terminal and writer in room.unfenced:
+                self._outside.order(Halt(room=room.room, generation=room.generation), rank)
+        for epoch in self._sought:
+            if str(rank) not in self._proven.get(epoch, ()):
+                self._outside.order(Seek(peer_epoch=epoch), rank)
 
     # --- both --------------------------------------------------------------------------------------------------------
 
@@ -283,20 +302,31 @@ class RoomDesk:
 
     def _carry(self, role: Role, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send):
-                self._outside.send(effect.peer_epoch, effect.message)
-            elif isinstance(effect, Start):
-                self._start(effect)
-            elif isinstance(effect, Stop):
-                for writer in sorted(effect.writers):
-                    order = Halt(room=effect.room, generation=effect.generation)
-                    self._outside.order(order, RankId(writer.pp, writer.tp))
-            elif isinstance(effect, Revoke):
-                self._seek(effect)
-            elif isinstance(effect, Releasable):
-                self._release(role, effect)
-            else:
-                self._tell(role, effect)
+            try:
+                self._carry_out(role, effect)
+            except Exception as error:  # what follows it must still happen; the room it belongs to must not go on
+                self.counts["effects_failed"] += 1
+                info = error.info() if isinstance(error, PdError) else None
+                info = info or ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"[:2000])
+                where = effect.message if isinstance(effect, Send) else effect
+                if not isinstance(where, Message) or isinstance(where, RoomMessage):
+                    self._local(role, where.room, Fail(info), where.generation)
+
+    def _carry_out(self, role: Role, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._outside.send(effect.peer_epoch, effect.message)
+        elif isinstance(effect, Start):
+            self._start(effect)
+        elif isinstance(effect, Stop):
+            for writer in sorted(effect.writers):
+                order = Halt(room=effect.room, generation=effect.generation)
+                self._outside.order(order, RankId(writer.pp, writer.tp))
+        elif isinstance(effect, Revoke):
+            self._seek(effect)
+        elif isinstance(effect, Releasable):
+            self._release(role, effect)
+        else:
+            self._tell(role, effect)
 
     def _tell(self, role: Role, effect: Admit | Ended | Alert) -> None:
         known = self._known.get((role, effect.room))
@@ -361,6 +391,10 @@ class RoomDesk:
         for name in sorted(self._proven.get(effect.peer_epoch, ())):
             self._local(Role.DECODE, effect.room, Proven(name))
 
+    def sought(self, peer_epoch: int) -> bool:
+        """True while rooms wait for the proof that nothing of that peer lands here any more."""
+        return peer_epoch in self._sought
+
     def _release(self, role: Role, effect: Releasable) -> None:
         known = self._known.get((role, effect.room))
         handle = known.facts.handle if known else 0
@@ -375,6 +409,7 @@ class RoomDesk:
                 rooms.discard(effect.room)
                 if not rooms:
                     del self._sought[epoch]
+                    self._proven.pop(epoch, None)
 
     @property
     def open_rooms(self) -> int:

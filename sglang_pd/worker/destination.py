@@ -49,6 +49,12 @@ class DestinationSide:
         if writers is not None and not writers.seeking:
             del self._writers[peer_epoch]
 
+    def leave_all(self) -> None:
+        """Forget every room, and seek the proof against everyone who wrote here."""
+        self._rooms.clear()
+        for writers in self._writers.values():
+            writers.seeking = True
+
     def begin(self, order: Begin, indices: RoomIndices) -> None:
         """Keep a room's lists for verification."""
         self._rooms[order.room, order.generation] = (order, indices)

@@ -27,6 +27,7 @@ IDLE_S: Final = 0.25
 """Longest sleep: bounds how late a silent loss is noticed when nothing else wakes the loop."""
 BUSY_WITH_FD_S: Final = 0.02
 BUSY_WITHOUT_FD_S: Final = 0.001
+SEEKING_S: Final = 0.05
 MAX_CALLS: Final = 65_536
 
 
@@ -52,8 +53,10 @@ class WorkerLoop:
         self._agent = agent
         self._calls: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
         self._rung = False
         self._stop = False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.faults = 0
         self.last_fault = ""
@@ -71,12 +74,18 @@ class WorkerLoop:
 
     def ring(self) -> None:
         """Wake the loop."""
-        if not self._rung:
-            self._rung = True
-            os.eventfd_write(self._bell, 1)
+        with self._bell_lock:  # after `stop` the descriptor's number may be somebody else's
+            if not self._rung and not self._closed:
+                self._rung = True
+                os.eventfd_write(self._bell, 1)
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a call on the control thread, after those submitted before. Raises `RoomError` (`queue_full`)."""
+        """Run a call on the control thread, after those submitted before.
+
+        Raises `RoomError`: `queue_full`, or `draining` when the thread was stopped.
+        """
+        if self._stop:
+            raise RoomError("the endpoint is closed", code="draining", where="worker")
         if len(self._calls) >= MAX_CALLS:
             raise RoomError("the control thread does not keep up", code="queue_full", where="worker")
         self._calls.append(call)
@@ -87,6 +96,8 @@ class WorkerLoop:
         self._stop = True
         self._rung = False
         self.ring()
+        if self._thread.ident is None:
+            return True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -96,19 +107,23 @@ class WorkerLoop:
     def _run(self) -> None:
         poller, polled = zmq.Poller(), set[object]()
         while not self._stop:
-            for source in self._sources() - polled:
-                poller.register(source, zmq.POLLIN)
-            for source in polled - self._sources():
-                poller.unregister(source)
-            polled = self._sources()
             busy = self._turn()
-            if self._stop:
-                break
             try:
+                wanted = self._sources()
+                if wanted != polled:
+                    for source in wanted - polled:
+                        poller.register(source, zmq.POLLIN)
+                    for source in polled - wanted:
+                        poller.unregister(source)
+                    polled = wanted
                 poller.poll(math.ceil(self._timeout_s(busy) * 1000))
-            except zmq.ZMQError as error:
-                self._fault(error)
-        os.close(self._bell)
+            except Exception as error:  # a poller that is beyond repair must not end the thread, nor spin it
+                self._fault(error, defect=True)
+                poller, polled = zmq.Poller(), set[object]()
+                time.sleep(BUSY_WITHOUT_FD_S)
+        with self._bell_lock:
+            self._closed = True
+            os.close(self._bell)
 
     def _sources(self) -> set[object]:
         fd = self._agent.backend.wakeup_fd() if self._agent is not None else None
@@ -144,14 +159,14 @@ class WorkerLoop:
         except PdError as error:
             self._fault(error)
         except Exception as error:
-            self._fault(error)
-            log.exception("a defect in the control thread; it goes on")
+            self._fault(error, defect=True)
 
-    def _fault(self, error: Exception) -> None:
+    def _fault(self, error: Exception, *, defect: bool = False) -> None:
         self.faults += 1
         self.last_fault = f"{type(error).__name__}: {error}"
         if self.faults <= 20 or self.faults % 1000 == 0:
-            log.warning("control thread fault %d: %s", self.faults, self.last_fault)
+            trace = error if defect else None
+            log.warning("control thread fault %d: %s", self.faults, self.last_fault, exc_info=trace)
 
     def _timeout_s(self, busy: bool) -> float:
         if self._calls or self._rung:
@@ -162,6 +177,8 @@ class WorkerLoop:
             waits.append(max(0.0, due_s - time.monotonic()))
         if self._agent is not None:
             backend = self._agent.backend
+            if self._agent.seeking:
+                waits.append(SEEKING_S)
             if busy:
                 waits.append(BUSY_WITHOUT_FD_S if backend.wakeup_fd() is None else BUSY_WITH_FD_S)
             if backend.progress_interval_s is not None:

@@ -87,14 +87,26 @@ class Check(Order, frozen=True, kw_only=True):
 
 
 class Rejoin(Order, frozen=True, kw_only=True):
-    """This control does not know the rank: it must send `Joined` again."""
+    """The control of that epoch does not know the rank: it must send `Joined` again.
+
+    A control that is not the one the rank served knows nothing of the rooms that may still move in the rank's memory:
+    the rank first proves that none does.
+    """
+
+    control_epoch: Epoch
+
+
+class Welcome(Order, frozen=True, kw_only=True):
+    """Answer to `Joined` for a rank in another process: the control of that epoch took it in."""
+
+    control_epoch: Epoch
 
 
 class Stop(Order, frozen=True, kw_only=True):
     """The instance ends: close the backend and end the process or thread."""
 
 
-AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Rejoin | Stop
+AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Rejoin | Welcome | Stop
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -103,8 +115,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Joined(Report, frozen=True, kw_only=True):
     """A rank is there, with its `RankManifest` in msgpack. Sent at start, when a control comes back, and with a changed
-    manifest (a backend that had to be rebuilt).
+    manifest (a backend that had to be rebuilt). control_epoch: the control that it served so far, 0: none.
     """
+
+    control_epoch: Epoch = 0
 
     rank: RankId
     epoch: Epoch

@@ -1,7 +1,7 @@
 """All conversations of one control: who is called, who called, which incarnation each is, and whether it still lives.
 
-A peer is known by its epoch. An answer of another epoch on an agreed conversation means that the peer was restarted:
-the old incarnation is lost at once, and the handshake starts anew.
+A peer is known by its epoch, which is of one conversation: whoever lost an agreed peer, or was restarted, speaks under
+another one from then on. An answer of another epoch, or one who does not know us, means that the agreed one is lost.
 """
 
 from __future__ import annotations
@@ -11,12 +11,26 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from sglang_pd.protocol.codec import Received, decode, encode
-from sglang_pd.protocol.errors import ErrorInfo, PdError, RemoteProtocolError
+from sglang_pd.protocol.errors import CODES, ErrorInfo, PdError, RemoteProtocolError
+from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.messages import Heartbeat, Hello, HelloConfirm, HelloReply, Message, Refusal, RoomMessage
-from sglang_pd.worker.conversation import MAX_CALLERS, Conversation, Self, Stage, answer, confirm, confirmed, hello
+from sglang_pd.worker.conversation import (
+    MAX_CALLERS,
+    MAX_STRANGERS,
+    Conversation,
+    Self,
+    Stage,
+    answer,
+    confirm,
+    confirmed,
+    hello,
+    read_manifest,
+)
 from sglang_pd.worker.link import Called, Link, Party
 
 REFUSALS_PER_S: Final = 200
+FORGET_CALL_S: Final = 30.0
+"""An address that nobody answers at is called for so long after somebody wanted it."""
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
 
@@ -35,6 +49,9 @@ class Heard(Protocol):
 
     def refused(self, talk: Conversation) -> None:
         """The verdict is a refusal; `talk.error` says why."""
+
+    def unproven(self, manifest: InstanceManifest) -> bool:
+        """True while the proof is sought that former writes of one of these ranks land here no more."""
 
     def room_message(self, talk: Conversation, message: Message) -> None:
         """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""
@@ -58,13 +75,17 @@ class Peering:
 
     # --- asked by the control ----------------------------------------------------------------------------------------
 
-    def call(self, address: str, server_key: bytes | None, now_s: float) -> Conversation:
-        """The conversation with the instance at `address`; started if there is none. Raises `ConfigError`."""
+    def call(self, address: str, server_key: bytes | None, now_s: float, *, wanted: bool = False) -> Conversation:
+        """The conversation with the instance at `address`; started if there is none. Raises `ConfigError`.
+
+        wanted: keep calling while nobody answers; otherwise this ends `FORGET_CALL_S` after the last call of this.
+        """
         talk = self._called.get(address)
         if talk is None:
             party = self._link.call(address, server_key)
-            talk = Conversation(party, source=False, address=address, started_s=now_s)
+            talk = Conversation(party, source=False, address=address)
             self._called[address] = talk
+        talk.used_s, talk.wanted = now_s, talk.wanted or wanted
         return talk
 
     def talk_with(self, epoch: int) -> Conversation | None:
@@ -84,7 +105,7 @@ class Peering:
             self._say(talk, message)
 
     def _say(self, talk: Conversation, message: Message) -> None:
-        self._link.send(talk.party, encode(message, epoch=self.own.epoch))
+        self._link.send(talk.party, encode(message, epoch=talk.own_epoch))
 
     # --- frames ------------------------------------------------------------------------------------------------------
 
@@ -109,6 +130,9 @@ class Peering:
             return
         if talk is None:
             raise RemoteProtocolError("say Hello first", code="peer_unknown", where=type(message).__name__)
+        if isinstance(message, Refusal):
+            self._on_refusal(talk, message, now_s)
+            return
         if talk.stage is Stage.AGREED and epoch != talk.epoch:
             self._restarted(talk, epoch, now_s)
         if isinstance(message, HelloReply):
@@ -117,8 +141,6 @@ class Peering:
             if not talk.source or epoch != talk.epoch:
                 raise RemoteProtocolError("nothing was offered to confirm", code="peer_unknown", where="HelloConfirm")
             self._on_confirm(talk, message)
-        elif isinstance(message, Refusal):
-            self._on_refusal(talk, message, now_s)
         elif talk.stage is not Stage.AGREED or epoch != talk.epoch:
             raise RemoteProtocolError("no verdict stands for this incarnation", code="peer_unknown", actual=epoch)
         else:
@@ -143,17 +165,19 @@ class Peering:
                 self._say(talk, answer(self.own, talk.renew(), epoch, message))
                 return
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
-        talk = Conversation(party, source=True, started_s=now_s)
-        self._callers[party] = talk
-        self._bound_callers()
+        if talk is None or (talk.epoch, talk.manifest_digest) != (epoch, message.manifest_digest):
+            talk = Conversation(party, source=True)
+            self._make_room()
+            self._callers[party] = talk
         self._say(talk, answer(self.own, talk, epoch, message))
 
-    def _bound_callers(self) -> None:
-        while len(self._callers) > MAX_CALLERS:
-            idle = next((p for p, t in self._callers.items() if t.stage is not Stage.AGREED), None)
-            if idle is None:
-                break
-            del self._callers[idle]
+    def _make_room(self) -> None:
+        """Bound what callers can make this side keep, before one more comes."""
+        strangers = [party for party, talk in self._callers.items() if talk.stage is not Stage.AGREED]
+        for party in strangers[: max(0, len(strangers) - MAX_STRANGERS + 1)]:
+            del self._callers[party]
+        if len(self._callers) - len(strangers) >= MAX_CALLERS:
+            raise RemoteProtocolError("too many peers", code="queue_full", expected=f"<= {MAX_CALLERS}")
 
     def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
         if talk.source:
@@ -161,6 +185,9 @@ class Peering:
         current = talk.renewal or talk
         if current.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
             self.counts["late_replies"] += 1
+            return
+        if current is talk and self._heard.unproven(read_manifest(message.manifest, message.manifest_digest)):
+            self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
             return
         self._say(talk, confirm(self.own, current, epoch, message))
         self._settled(talk, current)
@@ -192,6 +219,7 @@ class Peering:
             )
             return
         if talk.stage is not Stage.AGREED:
+            talk.manifest = None  # only what explains the refusal is kept
             self._heard.refused(talk)
             return
         known = self._by_epoch.get(talk.epoch)
@@ -202,7 +230,7 @@ class Peering:
         self._heard.agreed(talk)
 
     def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
-        self.counts[f"refusals_{message.error.code}"] += 1
+        self.counts[f"refusals_{message.error.code if message.error.code in CODES else 'other'}"] += 1
         if talk.stage is Stage.AGREED and message.error.code in ("peer_unknown", "epoch_stale"):
             self._drop(talk, ErrorInfo(code="peer_lost", message="the peer does not know this side any more"))
         elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
@@ -227,14 +255,15 @@ class Peering:
             room=room.room if room else 0,
             generation=room.generation if room else 0,
         )
-        self._link.send(party, encode(refusal, epoch=self.own.epoch))
+        talk = self._find(party)
+        self._link.send(party, encode(refusal, epoch=talk.own_epoch if talk else self.own.epoch))
 
     # --- life and death ----------------------------------------------------------------------------------------------
 
     def _restarted(self, talk: Conversation, epoch: int, now_s: float) -> None:
         error = ErrorInfo(
             code="peer_lost",
-            message="the peer was restarted: another incarnation answers",
+            message="the peer was restarted, or began anew: another incarnation answers",
             where=talk.instance,
             expected=f"epoch {talk.epoch:016x}",
             actual=f"epoch {epoch:016x}",
@@ -277,6 +306,9 @@ class Peering:
                 self._say(talk, beat)
                 if talk.renewal is not None and talk.address:
                     self._say(talk, hello(self.own))
+            elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
+                del self._called[talk.address]
+                self._link.hang_up(talk.party)
             elif talk.address and not self.draining:
                 refused = talk.stage is Stage.REFUSED
                 talk.stage = Stage.CALLING if refused else talk.stage

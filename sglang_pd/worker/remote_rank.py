@@ -8,7 +8,7 @@ import msgspec
 
 from sglang_pd.worker.agent import RankAgent
 from sglang_pd.worker.link import CurveKeys, Link, Party
-from sglang_pd.worker.orders import Alive, AnyReport, Rejoin, decode_order, encode
+from sglang_pd.worker.orders import Alive, AnyReport, Rejoin, Welcome, decode_order, encode
 
 
 class RemoteRank:
@@ -34,8 +34,10 @@ class RemoteRank:
             return
         if self.agent is None:
             return
-        if isinstance(order, Rejoin):
-            self.agent.join()
+        if isinstance(order, Welcome):
+            self.agent.control_epoch = order.control_epoch
+        elif isinstance(order, Rejoin):
+            self.agent.rejoin(order.control_epoch)
         else:
             self.agent.order(order)
 

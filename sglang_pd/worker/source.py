@@ -6,6 +6,7 @@ in flight. Nothing is reported before its bytes are visible at all destinations.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ MAX_WAITING_CHUNKS: Final = 65_536
 """Chunks that wait for their room to begin, over all rooms."""
 MAX_FORGOTTEN: Final = 65_536
 """Rooms remembered as over, so that an engine's late chunk does not bring one back."""
+FORGOTTEN_S: Final = 30.0
+"""How long; shorter than the room table remembers an ended room, hence refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class _Room:
     handoff: tuple[int, bytes] | None = None
     faulted: bool = False
     halted: bool = False
+    orphan: bool = False
+    """Its control is gone: forget it once fenced."""
     said: bool | None = None
     """Last answer to `Halt`."""
 
@@ -104,7 +109,7 @@ class SourceSide:
         self._digest = digest
         self._deadline_s = deadline_s
         self._rooms: dict[int, _Room] = {}
-        self._forgotten: OrderedDict[int, None] = OrderedDict()
+        self._forgotten: OrderedDict[int, float] = OrderedDict()
         self._meetings: dict[int, _Meeting] = {}
         self._leaving: list[Peer] = []
         self._waiting = 0
@@ -146,6 +151,16 @@ class SourceSide:
         if meeting:
             self._leaving.extend(meeting.peers.values())
 
+    def leave_all(self) -> None:
+        """Post nothing more for anybody and leave every peer; `step` is False once nothing is in flight."""
+        for room, entry in list(self._rooms.items()):
+            self._drop_waiting(entry)
+            entry.faulted = entry.halted = entry.orphan = True
+            if not entry.flights:
+                del self._rooms[room]
+        self._leaving.extend(peer for meeting in self._meetings.values() for peer in meeting.peers.values())
+        self._meetings.clear()
+
     def _disconnect_left(self) -> None:
         flying = {id(p) for e in self._rooms.values() for f in e.flights if not f.quiesced for p, _ in f.transfers}
         for peer in [peer for peer in self._leaving if id(peer) not in flying]:
@@ -156,7 +171,7 @@ class SourceSide:
 
     def chunk(self, room: int, ready: Ready) -> None:
         """A chunk is computed; its bytes are ready once `after` (a device event, or None) has happened."""
-        if room in self._forgotten:
+        if self._is_over(room):
             return
         if self._waiting >= MAX_WAITING_CHUNKS:
             error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"room {room}")
@@ -169,16 +184,21 @@ class SourceSide:
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
         """The facts that travel with the state; reported after this rank's transfers are DONE."""
-        if room not in self._forgotten:
+        if not self._is_over(room):
             self._rooms.setdefault(room, _Room()).handoff = (covered_tokens, record)
             self._report_progress(room, self._rooms[room])
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def begin(self, order: Begin, indices: RoomIndices) -> None:
-        """Both sides' lists are known: write what waits, and what will come."""
-        if order.room in self._forgotten:
-            return
+        """Both sides' lists are known: write what waits, and what will come. `RoomError`: it is over."""
+        if self._is_over(order.room):
+            raise RoomError(
+                "the room was over at this rank a moment ago; what its engine sent since is lost",
+                code="room_duplicate",
+                where=f"room {order.room}, rank {self._rank}",
+                hint="Use a new room id for every request.",
+            )
         entry = self._rooms.setdefault(order.room, _Room())
         entry.begun, entry.indices = order, indices
         self._post(order.room, entry)
@@ -189,7 +209,7 @@ class SourceSide:
         if entry is None or entry.begun is None or entry.begun.generation != order.generation:
             self._report(Fenced(room=order.room, generation=order.generation, fenced=True))
             return
-        entry.halted = True
+        entry.halted, entry.said = True, None  # a repeated order is answered again
         self._drop_waiting(entry)
         self._check_fence(order.room, entry)
 
@@ -198,9 +218,17 @@ class SourceSide:
         entry = self._rooms.pop(order.room, None)
         if entry is not None:
             self._drop_waiting(entry)
-        self._forgotten[order.room] = None
+        self._forgotten[order.room] = time.monotonic() + FORGOTTEN_S
+        self._forgotten.move_to_end(order.room)
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
+
+    def _is_over(self, room: int) -> bool:
+        until_s = self._forgotten.get(room)
+        if until_s is None or time.monotonic() < until_s:
+            return until_s is not None
+        del self._forgotten[room]
+        return False
 
     def _drop_waiting(self, entry: _Room) -> None:
         self._waiting -= len(entry.waiting)
@@ -267,6 +295,8 @@ class SourceSide:
                 self._transfer_failed(room, entry, *flight.transfers[bad])
         self._report_progress(room, entry)
         self._check_fence(room, entry)
+        if entry.orphan and not entry.flights:
+            del self._rooms[room]
 
     def _report_progress(self, room: int, entry: _Room) -> None:
         """Report chunks that are DONE, oldest first, then the handoff once nothing of this rank is left."""

@@ -51,9 +51,10 @@ class Verification:
         ranks: Iterable[RankId],
         order: Callable[[Check], None],
         believe: Callable[[int, RoomMessage], None],
-        fail: Callable[[int, ErrorInfo], None],
+        fail: Callable[[int, int, ErrorInfo], None],
     ) -> None:
-        """order: to every rank. believe(peer_epoch, message): into the room table. fail(room, error): a mismatch."""
+        """order: to every rank. believe(peer_epoch, message): into the room table. fail(room, generation,
+        error): a mismatch."""
         self._ranks = frozenset(ranks)
         self._order, self._believe, self._fail = order, believe, fail
         self._rooms: dict[tuple[int, int, int], _Room] = {}
@@ -66,7 +67,11 @@ class Verification:
         key = (peer_epoch, message.room, message.generation)
         room = self._rooms.setdefault(key, _Room())
         if len(room.held) >= MAX_HELD:
-            self._fail(message.room, ErrorInfo(code="queue_full", message="too many messages wait for a check"))
+            self._fail(
+                message.room,
+                message.generation,
+                ErrorInfo(code="queue_full", message="too many messages wait for a check"),
+            )
             return
         room.held.append(message)
         self._advance(key, room)
@@ -87,6 +92,7 @@ class Verification:
         if not record.digests:
             self._fail(
                 record.room,
+                record.generation,
                 ErrorInfo(
                     code="digest_mismatch",
                     message="prefill sent no digests for a room that is to be verified",
@@ -110,7 +116,7 @@ class Verification:
         for layer, value in report.digests.items():
             room.total[layer] = (room.total.get(layer, 0) + value) & MASK
         if report.error is not None:
-            self._fail(report.room, report.error)
+            self._fail(key[1], key[2], report.error)
         if not room.waiting:
             self._judge(key, room, room.record)
 
@@ -128,6 +134,7 @@ class Verification:
             wrong = [n for n, (a, b) in zip(layers, zip(stated, found, strict=False), strict=False) if a != b]
             self._fail(
                 record.room,
+                record.generation,
                 ErrorInfo(
                     code="digest_mismatch",
                     message="the state that arrived is not the state that was sent",
