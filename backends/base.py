@@ -35,7 +35,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.protocol.batch import U32, U64, RegionTable, WriteBatch, check_ranges
+from sglang_pd.protocol.batch import U32, U64, Grid, GridBatch, RegionTable, WriteBatch, check_ranges
 from sglang_pd.protocol.errors import BackendError, PdError
 
 DEFAULT_DEADLINE_S = 30.0
@@ -214,6 +214,14 @@ class Backend(abc.ABC):
         there is no proof. An epoch that never connected is True at once where connections are known, else as above.
         """
 
+    def admit(self, epoch: int) -> None:
+        """The owner agreed with that incarnation, for the first time or again: it connects by the present `describe`.
+
+        An earlier proof against it says nothing any more: the next `revoke` of it starts anew. Does not apply where
+        connections are known.
+        """
+        return None
+
     @abc.abstractmethod
     def progress(self) -> None:
         """Let the library advance. The owner calls it at least every `progress_interval_s` while peers exist."""
@@ -248,6 +256,11 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
     `own_bytes` and `peer_bytes` have shape [segments]: the length of each registered segment. Costs a few reductions
     when offsets are plainly inside, one pass more when they are not. Raises `BackendError` (`segment_invalid`).
     """
+    if isinstance(batch, GridBatch):
+        for grid in batch.grids:
+            _check_grid(batch.src, grid, own_bytes, ("source", peer))
+            _check_grid(batch.dst, grid, peer_bytes, ("destination", peer))
+        return
     fields: tuple[NDArray[Any], ...] = (
         batch.src_region,
         batch.src_offset,
@@ -267,6 +280,35 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
             )
     _check_side(batch.src, batch.src_region, batch.src_offset, batch.length, (own_bytes, "source", peer))
     _check_side(batch.dst, batch.dst_region, batch.dst_offset, batch.length, (peer_bytes, "destination", peer))
+
+
+def _check_grid(table: RegionTable, grid: Grid, segment_bytes: U64, owner: tuple[str, str]) -> None:
+    """The same for a grid, exactly, on its entries alone: the furthest block stands for all of them."""
+    side, peer = owner
+    if not len(grid):
+        return
+    region, inner, block = (
+        (grid.src_region, grid.src_inner, grid.src_block)
+        if side == "source"
+        else (grid.dst_region, grid.dst_inner, grid.dst_block)
+    )
+    if grid.entry_length is None:
+        furthest, length = int((block + grid.block_length).max()), np.zeros(inner.shape, np.uint64)
+        shortest = int(grid.block_length.min())
+    else:
+        furthest, length = int(block.max()), grid.entry_length
+        shortest = int(grid.entry_length.min())
+    if not shortest:
+        raise BackendError("a descriptor is empty", code="segment_invalid", where=f"{side} of peer {peer}")
+    # From 0 to the end of the furthest byte: inside for the longest stretch means inside for every descriptor.
+    check_ranges(
+        region, np.zeros_like(inner), inner + np.uint64(furthest) + length, table.size_bytes,
+        side=f"regions, {side}", peer=peer,
+    )  # fmt: skip
+    check_ranges(
+        table.segment[region], table.base[region], table.size_bytes[region], segment_bytes,
+        side=f"region table, {side}", peer=peer,
+    )  # fmt: skip
 
 
 FEW = 8

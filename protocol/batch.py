@@ -7,6 +7,8 @@ one table look-up a descriptor, vectorised: `segment_base[table.segment[region]]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +34,36 @@ class RegionTable:
     size_bytes: U64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """Descriptors as an outer product: one for each pair of an entry (a region interval) and a block (a run of rows).
+
+    src_region, dst_region: uint32 [entries]. src_inner, dst_inner: uint64 [entries], bytes. src_block, dst_block:
+    uint64 [blocks], bytes; an offset is inner + block. The length is `block_length` (uint64 [blocks]), or, where
+    `entry_length` (uint64 [entries]) is given, that. Order: entry by entry, block by block.
+    """
+
+    src_region: U32
+    dst_region: U32
+    src_inner: U64
+    dst_inner: U64
+    src_block: U64
+    dst_block: U64
+    block_length: U64
+    entry_length: U64 | None = None
+
+    def __len__(self) -> int:
+        return int(self.src_region.shape[0] * self.src_block.shape[0])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all descriptors."""
+        if self.entry_length is not None:
+            return int(self.entry_length.sum(dtype=np.uint64)) * len(self.src_block)
+        return int(self.block_length.sum(dtype=np.uint64)) * len(self.src_region)
+
+
+@dataclass(frozen=True)
 class WriteBatch:
     """Descriptors of one write: copy `length[i]` bytes from source to destination, for each i, in no promised order.
 
@@ -64,6 +95,86 @@ class WriteBatch:
     def dst_addresses(self) -> tuple[U32, U64]:
         """Destination segment number (uint32) and byte offset within it (uint64), each of shape [descriptors]."""
         return self.dst.segment[self.dst_region], self.dst.base[self.dst_region] + self.dst_offset
+
+
+class GridBatch(WriteBatch):
+    """A batch that a plan gives: grids, from which the arrays are made when they are first asked for.
+
+    A backend that can work on the grids themselves never pays for the arrays; to all others it is any batch.
+    """
+
+    def __init__(self, src: RegionTable, dst: RegionTable, grids: tuple[Grid, ...]) -> None:
+        object.__setattr__(self, "src", src)
+        object.__setattr__(self, "dst", dst)
+        object.__setattr__(self, "grids", grids)
+
+    grids: tuple[Grid, ...]
+
+    def __len__(self) -> int:
+        return sum(len(grid) for grid in self.grids)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved by the whole batch."""
+        return sum(grid.total_bytes for grid in self.grids)
+
+    @cached_property
+    def arrays(self) -> Descriptors:
+        """All descriptors, one by one."""
+        return expand(self.grids)
+
+    @property
+    def src_region(self) -> U32:
+        """See `WriteBatch`."""
+        return self.arrays.src_region
+
+    @property
+    def src_offset(self) -> U64:
+        """See `WriteBatch`."""
+        return self.arrays.src_offset
+
+    @property
+    def dst_region(self) -> U32:
+        """See `WriteBatch`."""
+        return self.arrays.dst_region
+
+    @property
+    def dst_offset(self) -> U64:
+        """See `WriteBatch`."""
+        return self.arrays.dst_offset
+
+    @property
+    def length(self) -> U64:
+        """See `WriteBatch`."""
+        return self.arrays.length
+
+
+class Descriptors(NamedTuple):
+    """The arrays of a batch, one element a descriptor; dtypes and units as in `WriteBatch`."""
+
+    src_region: U32
+    src_offset: U64
+    dst_region: U32
+    dst_offset: U64
+    length: U64
+
+
+def expand(grids: tuple[Grid, ...]) -> Descriptors:
+    """All descriptors of the grids, in order, by broadcasting."""
+    total = sum(len(grid) for grid in grids)
+    src_region, dst_region = np.empty(total, np.uint32), np.empty(total, np.uint32)
+    src_offset, dst_offset, length = (np.empty(total, np.uint64) for _ in range(3))
+    at = 0
+    for grid in grids:
+        shape = (grid.src_region.shape[0], grid.src_block.shape[0])
+        part = slice(at, at + len(grid))
+        src_region[part].reshape(shape)[:] = grid.src_region[:, None]
+        dst_region[part].reshape(shape)[:] = grid.dst_region[:, None]
+        np.add(grid.src_inner[:, None], grid.src_block, out=src_offset[part].reshape(shape))
+        np.add(grid.dst_inner[:, None], grid.dst_block, out=dst_offset[part].reshape(shape))
+        length[part].reshape(shape)[:] = grid.block_length if grid.entry_length is None else grid.entry_length[:, None]
+        at = part.stop
+    return Descriptors(src_region, src_offset, dst_region, dst_offset, length)
 
 
 def check_ranges(segment: U32, offset: U64, length: U64, segment_bytes: U64, *, side: str, peer: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import U64, Grid, GridBatch, WriteBatch
 from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.idx import I64, Idx, mismatch
 from sglang_pd.protocol.kinds import Elements, Prompt, Validity, first_page, kind_of, list_count, list_tokens
@@ -194,14 +194,25 @@ def bind(plan: Plan, room: RoomIndices, chunk: Chunk) -> WriteBatch:
             expected=f"0 <= start <= stop <= {room.prompt.tokens}",
             actual=f"[{chunk.start}, {chunk.stop}), last={chunk.last}",
         )
-    pieces = []
+    grids = []
     for move in plan.moves:
         elements = chunk_elements(move.kind, move.dst.space, room.prompt, chunk)
         if elements is not None and len(elements):
             blocks = _blocks(move, room, elements)
             if blocks.length.shape[0]:
-                pieces.append((move, blocks))
-    return _assemble(plan, pieces)
+                grids.append(
+                    Grid(
+                        move.src_region,
+                        move.dst_region,
+                        move.src_inner,
+                        move.dst_inner,
+                        blocks.src_offset,
+                        blocks.dst_offset,
+                        blocks.length,
+                        None if move.whole else move.length,
+                    )
+                )
+    return GridBatch(plan.src, plan.dst, tuple(grids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,20 +316,3 @@ def _merged(blocks: _Blocks) -> _Blocks:
         return blocks
     first = np.concatenate([[0], np.flatnonzero(~joined) + 1])
     return _Blocks(blocks.src_offset[first], blocks.dst_offset[first], np.add.reduceat(blocks.length, first))
-
-
-def _assemble(plan: Plan, pieces: list[tuple[Move, _Blocks]]) -> WriteBatch:
-    total = sum(len(move) * blocks.length.shape[0] for move, blocks in pieces)
-    src_region, dst_region = np.empty(total, np.uint32), np.empty(total, np.uint32)
-    src_offset, dst_offset, length = (np.empty(total, np.uint64) for _ in range(3))
-    at = 0
-    for move, blocks in pieces:
-        shape = (len(move), blocks.length.shape[0])
-        part = slice(at, at + shape[0] * shape[1])
-        src_region[part].reshape(shape)[:] = move.src_region[:, None]
-        dst_region[part].reshape(shape)[:] = move.dst_region[:, None]
-        np.add(move.src_inner[:, None], blocks.src_offset, out=src_offset[part].reshape(shape))
-        np.add(move.dst_inner[:, None], blocks.dst_offset, out=dst_offset[part].reshape(shape))
-        length[part].reshape(shape)[:] = blocks.length if move.whole else move.length[:, None]
-        at = part.stop
-    return WriteBatch(plan.src, plan.dst, src_region, src_offset, dst_region, dst_offset, length)
