@@ -180,7 +180,7 @@ class LocalBackend(Backend):
     def describe(self) -> bytes:
         """See `Backend`."""
         self._check_usable()
-        return pack_address(Address(self._epoch, self._listener.name, host_identity()))
+        return pack_address(Address(self._epoch, self._listener.name, host_identity(), self._listener.admission))
 
     def connect(self, blob: bytes, epoch: int) -> LocalPeer:
         """See `Backend`."""
@@ -265,7 +265,10 @@ class LocalBackend(Backend):
         return isinstance(peer, LocalPeer) and peer.quiet()
 
     def revoke(self, epoch: int) -> bool:
-        """See `Backend`: True when that incarnation's process is gone, or says that it has unmapped this memory."""
+        """See `Backend`: True when that incarnation's process is gone, or says that it has unmapped this memory.
+
+        `describe` changes: with the blob of before that incarnation is refused, with the later one it may come back.
+        """
         self._check_usable()
         return self._listener.revoke(epoch)
 

@@ -28,7 +28,8 @@ VERSION = 1
 MAX_BLOB_BYTES = 1 << 20
 MAX_HELLO_BYTES = 4096
 MAX_WELCOME_BYTES = 1 << 20
-CONNECT_WITHIN_S = 5.0
+CONNECT_WITHIN_S = 1.0
+"""The owner's thread waits so long for a peer that does not answer (a stopped process): shorter than any liveness."""
 FDS_A_MESSAGE = 200
 
 GOODBYE = b"B"
@@ -53,11 +54,12 @@ class SegmentFacts(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Body of the connect blob."""
+    """Body of the connect blob. admission: rises with every revocation; a revoked writer needs a later one."""
 
     epoch: int
     socket_name: bytes
     host: str
+    admission: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class Hello(msgspec.Struct, frozen=True):
     version: int
     epoch: int
     wants: int
+    admission: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True):
@@ -211,7 +214,7 @@ def open_connection(address: Address, epoch: int) -> Connection:
         pidfd, uid = open_pidfd(sock)
         if uid != os.geteuid():
             raise BackendError("the peer runs as another user", expected=f"uid {os.geteuid()}", actual=f"uid {uid}")
-        send_message(sock, Hello(VERSION, epoch, address.epoch))
+        send_message(sock, Hello(VERSION, epoch, address.epoch, address.admission))
         welcome = receive_message(sock, Welcome, MAX_WELCOME_BYTES, CONNECT_WITHIN_S)
         if welcome.refusal:
             code = welcome.code if welcome.code in CODES else "backend_unsupported"

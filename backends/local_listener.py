@@ -69,7 +69,8 @@ class Listener:
         self._lock = threading.Lock()
         self._open: dict[int, Incoming] = {}  # by descriptor of the socket
         self._holders: dict[int, list[Incoming]] = {}  # by epoch: everyone that was given memory and may still write
-        self._revoked: set[int] = set()
+        self.admission = 0
+        self._revoked: dict[int, int] = {}  # by epoch: the admission that was in force when it was revoked
         self.name = b"\0sglang-pd/" + os.urandom(16).hex().encode()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.bind(self.name)
@@ -83,9 +84,14 @@ class Listener:
         self._thread.start()
 
     def revoke(self, epoch: int) -> bool:
-        """Serve that incarnation no more; True when everyone who was given memory under it is proven harmless."""
+        """Serve that incarnation no more; True when everyone who was given memory under it is proven harmless.
+
+        Should it live, and its owner agree with ours anew, it comes with a later admission than the one revoked here.
+        """
         with self._lock:
-            self._revoked.add(epoch)
+            if epoch not in self._revoked:
+                self._revoked[epoch] = self.admission
+                self.admission += 1
             self._forget_harmless(epoch)
             return epoch not in self._holders
 
@@ -172,6 +178,7 @@ class Listener:
                 if not answer.refusal:
                     # Before the first descriptor leaves: `revoke` must know of it.
                     one.epoch = hello.epoch
+                    self._revoked.pop(hello.epoch, None)
                     self._holders.setdefault(hello.epoch, []).append(one)
             send_message(one.sock, answer)
             if answer.refusal:
@@ -187,7 +194,7 @@ class Listener:
             return Welcome(f"local backend version {hello.version} is not {VERSION}", "version_unsupported")
         if hello.wants != self._epoch:
             return Welcome(f"incarnation {hello.wants:#x} is gone, this is {self._epoch:#x}", "epoch_stale")
-        if hello.epoch in self._revoked:
+        if hello.admission <= self._revoked.get(hello.epoch, -1):
             return Welcome(f"incarnation {hello.epoch:#x} was revoked here", "epoch_stale")
         return Welcome(segments=self.exports.segments)
 

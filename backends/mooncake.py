@@ -318,6 +318,10 @@ class MooncakeBackend(Backend):
             return False
         return self._inbound.revoke(epoch, self._pump.tell)
 
+    def admit(self, epoch: int) -> None:
+        """See `Backend.admit`."""
+        self._inbound.admit(epoch)
+
     # the owner's loop
 
     def progress(self) -> None:

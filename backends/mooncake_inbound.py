@@ -91,6 +91,11 @@ class Inbound:
                 self._thread.start()
         return False
 
+    def admit(self, epoch: int) -> None:
+        """That incarnation may write through the engine now: what was proven of the one before does not cover it."""
+        with self._lock:
+            self._revoked.discard(epoch)
+
     def _replace(self, news: Callable[[], None]) -> None:
         with self._lock:
             asked, self._asked = self._asked, set()

@@ -120,6 +120,10 @@ class WrappedBackend(Backend):
         """The inner backend's."""
         return self.inner.revoke(epoch)
 
+    def admit(self, epoch: int) -> None:
+        """The inner backend's."""
+        self.inner.admit(epoch)
+
     def progress(self) -> None:
         """The inner backend's."""
         self.inner.progress()

@@ -122,13 +122,19 @@ class RankAgent:
             ),
         )
 
-    def join(self) -> None:
-        """Report this rank to its control: at start, and whenever the control is new."""
+    def join(self, *, rebuilt: bool = False) -> None:
+        """Report this rank to its control: at start, whenever the control is new, and when its transport changed."""
         stated = self.manifest()
         self._described = stated.transport.connect
         manifest = msgspec.msgpack.encode(stated)
         self._report(
-            Joined(rank=self.facts.rank, epoch=self.facts.epoch, manifest=manifest, control_epoch=self.control_epoch)
+            Joined(
+                rank=self.facts.rank,
+                epoch=self.facts.epoch,
+                manifest=manifest,
+                control_epoch=self.control_epoch,
+                rebuilt=rebuilt,
+            )
         )
 
     def rejoin(self, control_epoch: int) -> None:
@@ -239,16 +245,22 @@ class RankAgent:
     def step(self) -> bool:
         """One turn: engine calls, transfers, fences. True while something of this rank is in flight."""
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            self._calls.popleft()()  # each ends its own room if it fails
         self.backend.progress()
         flying, was_seeking = self.source.step(), self.destination.seeking
         self.destination.step()
         if self._leaving_control and not flying and not self.destination.seeking:
             self._leaving_control, self.control_epoch = False, 0
             self.join()
-        elif was_seeking and self.backend.describe() != self._described:
-            self.join()  # the fence cost every connection: peers must learn of the rebuilt transport
+        elif was_seeking and self._describes_anew():
+            self.join(rebuilt=self.backend.capabilities.revoke_scope == "backend")
         return flying
+
+    def _describes_anew(self) -> bool:
+        try:
+            return self.backend.describe() != self._described
+        except PdError:  # it is being rebuilt just now
+            return False
 
 
 def placeholder_lists(needed: Mapping[AnySpace, str], prompt: Prompt) -> IndexLists:

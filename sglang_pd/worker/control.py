@@ -124,7 +124,7 @@ class InstanceControl:
             if not self.ranks.missing:
                 self._all_joined()
         elif changed and known == joined.epoch:
-            self._renew(joined.rank)
+            self._renew(joined)
         elif changed:
             self._fail(f"rank {joined.rank} was restarted: its memory is new, the instance must start anew")
 
@@ -147,14 +147,19 @@ class InstanceControl:
         for address, key in calls:
             self.call(address, key)
 
-    def _renew(self, rank: RankId) -> None:
-        """A rank rebuilt its transport to prove a fence: what was on its way to it is void, peers must meet it anew."""
+    def _renew(self, joined: Joined) -> None:
+        """A rank describes itself anew after a fence, for peers to come. Where it had to rebuild its transport for it,
+        what was on its way to it is void, and peers must meet it anew.
+        """
         if self.desk is None or self.peering is None:
+            return
+        if not joined.rebuilt:
+            self.peering.restate(self._own())
             return
         cause = ErrorInfo(
             code="transfer_failed",
             message="the destination's transport was rebuilt to prove a fence",
-            where=f"rank {rank}",
+            where=f"rank {joined.rank}",
         )
         self.desk.fail_received(cause, self._clock())
         self.peering.renew(self._own())

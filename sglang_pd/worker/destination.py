@@ -40,6 +40,8 @@ class DestinationSide:
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
         """Remember which ranks of an accepted source instance write here; they connect to this rank."""
         writers = {src.epoch for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves}
+        for epoch in writers:
+            self._backend.admit(epoch)
         self._writers[peer_epoch] = _Writers(pairing, open_epochs=writers)
         self._report(Paired(peer_epoch=peer_epoch))
 

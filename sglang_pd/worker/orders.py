@@ -119,6 +119,8 @@ class Joined(Report, frozen=True, kw_only=True):
     """
 
     control_epoch: Epoch = 0
+    rebuilt: bool = False
+    """The transport was built anew: whatever peers had connected to is gone."""
 
     rank: RankId
     epoch: Epoch

@@ -198,15 +198,20 @@ class Peering:
             confirmed(self.own, current, message)
             self._settled(talk, current)
 
+    def restate(self, own: Self) -> None:
+        """This side states something new of itself to those who come from now on; with the others all stands."""
+        self.own = own
+        for talk in self._called.values():
+            if talk.stage is not Stage.AGREED:
+                talk.restart()
+
     def renew(self, own: Self) -> None:
         """This side states something new of itself under the same epoch. Those it calls are told; rooms stay."""
-        self.own = own
+        self.restate(own)
         for talk in self._called.values():
             if talk.stage is Stage.AGREED:
                 talk.renew()
-            else:
-                talk.restart()
-            talk.next_send_s = 0.0
+                talk.next_send_s = 0.0
 
     def _settled(self, talk: Conversation, current: Conversation) -> None:
         if current is not talk and current.stage is Stage.AGREED:

@@ -248,8 +248,8 @@ class SourceSide:
             self._waiting -= 1
             try:
                 self._write(entry, meeting, ready)
-            except PdError as error:
-                self._fault(room, entry, error.info())
+            except Exception as error:
+                self._fault(room, entry, _info(error))
                 return
         self._report_progress(room, entry)
 
@@ -307,8 +307,8 @@ class SourceSide:
             entry.flights.popleft()
             try:
                 self._report_records(room, entry, flight.chunk)
-            except PdError as error:
-                self._fault(room, entry, error.info())
+            except Exception as error:
+                self._fault(room, entry, _info(error))
         if entry.complete and entry.handoff and not entry.flights and not entry.faulted and not entry.halted:
             covered, record = entry.handoff
             entry.handoff = None
@@ -398,6 +398,12 @@ class SourceSide:
 def _peers_of(flights: list[_Flight]) -> list[Peer]:
     """Peers of transfers that may still land, each once."""
     return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not t.quiesced}.values())
+
+
+def _info(error: Exception) -> ErrorInfo:
+    if isinstance(error, PdError):
+        return error.info()
+    return ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"[:2000])
 
 
 def _no_peer(epoch: int) -> ErrorInfo:

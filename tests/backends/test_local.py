@@ -67,12 +67,19 @@ def test_a_batch_whose_event_never_happens_is_unknown_then_failed(pair: tuple[Lo
 
 def test_disconnect_says_goodbye_and_that_is_a_proof(pair: tuple[LocalBackend, LocalBackend]) -> None:
     writer, target = pair
-    peer = writer.connect(target.describe(), 22)
+    before = target.describe()
+    peer = writer.connect(before, 22)
     assert not target.revoke(11), "the writer's process (this one) lives"
     writer.disconnect(peer)
     assert eventually(lambda: target.revoke(11))
     with pytest.raises(BackendError, match="revoked"):
-        writer.connect(target.describe(), 22)
+        writer.connect(before, 22)
+    after = target.describe()
+    assert target.revoke(11) and target.describe() == after, "asking again changes nothing"
+    again = writer.connect(after, 22)  # both owners agreed anew
+    assert not target.revoke(11), "the earlier proof does not cover the later connection"
+    writer.disconnect(again)
+    assert eventually(lambda: target.revoke(11))
 
 
 def test_disconnect_with_a_batch_in_the_queue_waits_for_quiet(pair: tuple[LocalBackend, LocalBackend]) -> None:
