@@ -102,6 +102,8 @@ def test_a_prefix_that_covers_the_prompt_still_moves_the_state() -> None:
 def test_a_prefix_is_a_whole_number_of_pages(prefix: int) -> None:
     error = refused("prefix_unaligned", 9, prefix, *lists(9, prefix))
     assert "multiple of 4" in str(error.expected)
+    # also where the prefix is the whole prompt and no page is listed
+    refused("prefix_unaligned", prefix, prefix, *lists(prefix, prefix))
 
 
 def test_a_prefix_under_dcp_is_a_whole_number_of_virtual_pages() -> None:

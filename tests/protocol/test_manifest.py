@@ -182,10 +182,14 @@ def test_sentinels_belong_to_request_wide_parts_and_to_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows,legal", [(1, True), (2, True), (4, True), (3, False), (8, True), (12, False), (16, False)]
+    "dcp,rows,legal",
+    [
+        *((2, 1, True), (2, 2, True), (2, 4, True), (2, 3, False), (2, 8, True), (2, 12, False), (2, 16, False)),
+        *((3, 6, False), (3, 8, False), (3, 12, True)),
+    ],
 )
-def test_items_are_whole_pages_or_parts_of_one(rows: int, legal: bool) -> None:
-    space = VirtualTok(capacity_tokens=16, page_tokens=4, dcp_size=2)
+def test_items_are_whole_pages_or_parts_of_one(dcp: int, rows: int, legal: bool) -> None:
+    space = VirtualTok(capacity_tokens=16, page_tokens=4, dcp_size=dcp)
     part = Part("k", (8,), 2, rows_per_item=rows)
     if legal:
         component("KV", space, part)
