@@ -118,12 +118,12 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         if stone is not None:
             self.counts["late"] += 1
             return self._repeat(peer, message, stone)
+        ticket = decode_ticket(message.ticket) if message.ticket else None
+        if message.generation <= grave.floor:
+            return self._forgotten_open(peer, message, proven=message.generation > grave.unproven_floor)
         if message.to_epoch != peer.own_epoch or peer.lost is not None:
             # Another incarnation was meant; this one can never open the generation, so nothing need be remembered.
             return self._refusal(peer, message, ErrorInfo(code="epoch_stale", message="that incarnation is gone"))
-        ticket = decode_ticket(message.ticket) if message.ticket else None
-        if message.generation <= grave.floor:
-            return self._refusal(peer, message, ErrorInfo(code="room_expired", message="that generation is long over"))
         out: list[Effect] = []
         if found is not None and found.now_in in UNCLAIMED and (found.deadline_s() or 0) <= now_s:
             self.counts["expired_then_opened"] += 1
@@ -142,6 +142,17 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             self._schedule(found)
             return out + found_out
         return out + self._feed(found, message, now_s, peer)
+
+    def _forgotten_open(self, peer: Peer, message: RoomOpen, *, proven: bool) -> list[Effect]:
+        """A refusal is a fence, so what was forgotten without proof is not refused but failed, unfenced."""
+        error = ErrorInfo(code="room_expired", message="that generation is long over")
+        if proven:
+            return self._refusal(peer, message, error)
+        room, generation = message.room, message.generation
+        return [
+            Send(peer.epoch, Failed(room=room, generation=generation, error=error)),
+            Send(peer.epoch, AbortAck(room=room, generation=generation, writer=None, fenced=False)),
+        ]
 
     def _why_not(self, peer: Peer, message: RoomOpen, found: PrefillRoom | None) -> ErrorInfo | None:
         """Why a new generation may not open, or None."""

@@ -320,6 +320,9 @@ def test_what_is_forgotten_unproven_is_never_called_fenced() -> None:
     assert isinstance(status, StatusReply) and status.known and status.acks[0].fenced is False
     table.receive(22, Abort(room=2, generation=6, error=GONE), NOW_S)  # pushes the tombstone out
     assert answers(table.receive(22, abort, NOW_S)) == [AbortAck(room=1, generation=5, writer=None, fenced=False)]
+    again = answers(table.receive(22, open_message(1, 5, 11), NOW_S))
+    assert [type(message) for message in again] == [Failed, AbortAck], "a refusal would be a fence"
+    assert isinstance(again[1], AbortAck) and not again[1].fenced
     later = Abort(room=2, generation=6, error=GONE)
     assert answers(table.receive(22, later, NOW_S)) == [AbortAck(room=2, generation=6, writer=None, fenced=True)]
     table.check_integrity()
