@@ -71,7 +71,7 @@ class MooncakeOptions:
     traffic_class: int | None = None
     mtu: int | None = None
     insecure_data_plane: bool = False
-    max_descriptors_per_peer: int = 1024
+    max_descriptors_per_peer: int = 4096
     max_bytes_per_peer: int = 64 << 20
     max_queued_transfers: int = 65_536
     connect_timeout_s: float = 10.0

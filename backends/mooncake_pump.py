@@ -25,6 +25,7 @@ from sglang_pd.protocol.errors import PdError, TransferError
 _LOG = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 16 << 20
+CHUNK_PIECES = 512
 SMALL_PIECES = 16
 SMALL_BYTES = 1 << 20
 """A write so small to a peer with nothing outstanding is submitted by the owner itself."""
@@ -371,17 +372,18 @@ class Pump:
         return True
 
     def _next_part(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> Pieces | None:
-        """The next chunk: at most half the bound, so that one is on its way while another is prepared."""
+        """The next chunk: small beside the bounds, so that the library always has some while another is prepared."""
         if len(transfer.pieces) == 1 and not peer.outstanding_pieces:
             return transfer.pieces
         free = self._options.max_descriptors_per_peer - peer.outstanding_pieces
         free_bytes = self._options.max_bytes_per_peer - peer.outstanding_bytes
-        most = max(1, self._options.max_descriptors_per_peer // 2)
+        most = max(1, min(CHUNK_PIECES, self._options.max_descriptors_per_peer // 2))
         left = len(transfer.pieces) - transfer.cursor
         wanted = min(most, left)
         part = transfer.pieces.part(transfer.cursor, transfer.cursor + wanted)
         total = part.length.cumsum()
-        count = int(total.searchsorted(max(self._options.max_bytes_per_peer // 2, int(part.length[0])), side="right"))
+        most_bytes = max(self._options.max_bytes_per_peer // 4, int(part.length[0]))
+        count = int(total.searchsorted(most_bytes, side="right"))
         if peer.outstanding_pieces and (count > free or int(total[count - 1]) > free_bytes):
             return None
         return part.part(0, count)
