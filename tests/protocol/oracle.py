@@ -240,6 +240,8 @@ def execute(batch: WriteBatch, src: list[U64], dst: list[U64], written: list[U64
     src_segment, src_at = batch.src_addresses()
     dst_segment, dst_at = batch.dst_addresses()
     columns = (src_segment, src_at, dst_segment, dst_at, batch.length)
+    if (len(batch), batch.total_bytes) != (len(batch.length), int(batch.length.sum())):
+        raise AssertionError(f"a batch miscounts itself: {len(batch)} descriptors, {batch.total_bytes} bytes")
     for s, a, d, b, n in zip(*(column.tolist() for column in columns), strict=True):
         if not (n > 0 and a + n <= len(src[s]) and b + n <= len(dst[d])):
             raise AssertionError(f"a descriptor leaves its segment: {s, a, d, b, n}")
