@@ -28,7 +28,7 @@ from sglang_pd.engines.reference import ReferenceConfig
 K, R = SPARSE.gdn_kernel, SPARSE.qsa_ratio
 LENGTHS = sorted({1, 2, K - 1, R - 1, R, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 4 * PAGE + 5})
 LEAN = (1, R - 1, PAGE, 4 * PAGE + 5)
-CHUNKS: dict[str, tuple[int, ...]] = {"whole": (), "chunked": (5, 3, 7) * 8}
+CHUNKS: dict[str, tuple[int, ...]] = {"whole": (), "chunked": (6, 11, 7) * 4}
 CONFIGS = {"sparse": SPARSE, "soft": SOFT}
 STEPS = 2 * R + 1
 

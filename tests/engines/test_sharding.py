@@ -24,9 +24,9 @@ def config_of(mode: str, *topologies: Topology) -> ReferenceConfig:
 
 
 @cache
-def whole(config: ReferenceConfig) -> Running:
+def whole(config: ReferenceConfig, length: int = LENGTH) -> Running:
     host = Host(config, Size(pages=20))
-    run = host.prefill("r", prompt_ids(LENGTH))
+    run = host.prefill("r", prompt_ids(length))
     host.decode([run], STEPS)
     return run
 
@@ -48,9 +48,19 @@ def test_any_topology_hands_over_to_any_other(mode: str, src: Topology, dst: Top
     run = prefill.prefill("r", prompt_ids(LENGTH), (6, 11, 12))
     decode = Fleet(config, dst, Size(31, 6, 7, 13, "high", 5))
     arrived = hand_over_fleet(prefill, run, decode)
-    decode.decode(arrived, STEPS)
+    decode.decode([arrived], STEPS)
     assert arrived.tokens == want.tokens
     assert same_logits(arrived, want)
+
+
+def test_ranks_without_a_token_have_a_neutral_share() -> None:
+    """One token over four context-parallel ranks: three own nothing, and their pools hold NaN."""
+    config = config_of("sparse", Topology(tp=4, dcp=4))
+    fleet = Fleet(config, Topology(tp=4, dcp=4), Size(24), filler=float("nan"))
+    runs = [fleet.prefill(f"r{length}", prompt_ids(length)) for length in (1, 2, 11)]
+    fleet.decode(runs, STEPS)
+    for length, run in zip((1, 2, 11), runs, strict=True):
+        assert same_logits(run, whole(config, length))
 
 
 def test_stages_without_a_kind_have_no_pool_of_it() -> None:
@@ -60,7 +70,7 @@ def test_stages_without_a_kind_have_no_pool_of_it() -> None:
     assert kinds[0] == {"MAMBA", "PLE"}
     assert kinds[2] == {"SWA", "MLA", "INDEX_K"}
     run = fleet.prefill("r", prompt_ids(LENGTH))
-    fleet.decode(run, STEPS)
+    fleet.decode([run], STEPS)
     assert same_logits(run, whole(SPARSE))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.hybrid_state import copy_chunk, every_rank, instance
-from support.reference_run import Running, Size, poison
+from support.reference_run import POISON, Running, Size, poison
 from support.stub_backend import StubBackend
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, Output, PrefillChunk, Request, Sampling
@@ -54,7 +54,14 @@ class Group:
 class Fleet:
     """An instance of pp x tp ranks."""
 
-    def __init__(self, config: ReferenceConfig, topology: Topology, size: Size, starts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        topology: Topology,
+        size: Size,
+        starts: tuple[int, ...] = (),
+        filler: float = POISON,
+    ) -> None:
         self.topology = topology
         self._groups: list[Group] = []
         links = self._links(topology)
@@ -67,7 +74,7 @@ class Fleet:
         self.allocator = Allocator(layouts[0].roots, Policy(size.order, size.seed))
         self.manifest = instance(f"pp{topology.pp}-tp{topology.tp}-dcp{topology.dcp}-{size.pages}", layouts)
         for engine, pools in zip(self.engines, self.pools, strict=True):
-            poison(pools)
+            poison(pools, filler)
             engine.attach(pools)
 
     def _links(self, t: Topology) -> dict[RankId, Links]:
@@ -129,16 +136,19 @@ class Fleet:
                 run.take(output)
         return run
 
-    def decode(self, run: Running, steps: int) -> None:
-        """As `Host.decode`, for one request."""
+    def decode(self, runs: Sequence[Running], steps: int) -> None:
+        """As `Host.decode`."""
         for _ in range(steps):
-            run.stop += 1
-            run.lease.advance(run.stop)
-            item = DecodeItem(run.name, run.tokens[-1], run.lease.tables())
-            output = self._spoken([o[0] if o else None for o in self.each(lambda e, item=item: e.decode([item]))])
-            assert output is not None
-            run.take(output)
-            run.lease.settle(run.stop)
+            for run in runs:
+                run.stop += 1
+                run.lease.advance(run.stop)
+            batch = [DecodeItem(run.name, run.tokens[-1], run.lease.tables()) for run in runs]
+            by_rank = self.each(lambda e, batch=batch: e.decode(batch))
+            for number, run in enumerate(runs):
+                output = self._spoken([outputs[number] if outputs else None for outputs in by_rank])
+                assert output is not None
+                run.take(output)
+                run.lease.settle(run.stop)
 
 
 def hand_over_fleet(source: Fleet, run: Running, destination: Fleet) -> Running:

@@ -137,7 +137,8 @@ def poison(pools: RankPools, value: float = POISON) -> None:
     """Fill every region with something no state ever holds."""
     for key in pools.keys:
         whole = pools.layout.views[key].dtype.startswith("int")
-        pools.tensor(*key).fill_((-77 if value == POISON else int(value)) if whole else value)
+        absurd = value == POISON or np.isnan(value)
+        pools.tensor(*key).fill_((-77 if absurd else int(value)) if whole else value)
 
 
 Mutate = Callable[[RankPools, RankPools, Lease, Lease, Prompt], None]
