@@ -31,6 +31,7 @@ def test_the_suite_fails(mode: str) -> None:
         assert words in outcomes[case].reason
 
 
+@pytest.mark.timeout(150)
 def test_the_wrapper_itself_passes() -> None:
     cases = sorted({case for expected in EXPECTED.values() for case in expected})
     failed = [outcome for outcome in run_suite(bad("none"), cases) if outcome.status != "passed"]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_pd.backends import local_link
+from sglang_pd.backends import local_link, local_listener
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.local import LocalBackend
 from sglang_pd.backends.local_link import Hello, Welcome, host_identity, pack_address, receive_message, unpack_address
@@ -169,6 +169,24 @@ def test_a_wrong_hello_is_told_why(
     with door(pair[1]) as sock:
         sock.sendall(hello(version, wants))
         assert receive_message(sock, Welcome, 4096, 5.0).code == code
+
+
+def test_a_writer_whose_process_is_not_visible_is_never_proven_gone(
+    pair: tuple[LocalBackend, LocalBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_listener, "open_pidfd", lambda sock: (None, os.geteuid()))
+    with door(pair[1]) as sock:
+        sock.sendall(hello())
+        assert receive_message(sock, Welcome, 4096, 5.0).refusal == ""
+    assert eventually(lambda: not pair[1]._listener._open)
+    assert not pair[1].revoke(77), "it hung up without a goodbye, and may live in another PID namespace"
+
+
+def test_another_user_is_not_served(pair: tuple[LocalBackend, LocalBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_listener, "open_pidfd", lambda sock: (None, os.geteuid() + 1))
+    with pytest.raises(TransferError):
+        pair[0].connect(pair[1].describe(), 22)
+    assert pair[1].revoke(11), "it was given no memory"
 
 
 def test_another_host_is_refused_by_name(pair: tuple[LocalBackend, LocalBackend]) -> None:
