@@ -30,7 +30,7 @@ HALVES_FROM_BYTES = 2048
 DIRECT_BYTES = 256 << 10
 """Ranges at least this long are moved whole by `memmove`, in pieces of `MOVE_BYTES`."""
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 MOVE_BYTES = 1 << 20
 """Bytes copied between two looks at the job's state."""
 
