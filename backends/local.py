@@ -30,6 +30,7 @@ from sglang_pd.backends.base import (
 )
 from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
 from sglang_pd.backends.local_groups import HostGroups, copy_one
+from sglang_pd.backends.local_launch import GridAddresses
 from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
@@ -42,7 +43,7 @@ from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
 from sglang_pd.backends.local_transfer import LocalTransfer, Part
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import U64, GridBatch, WriteBatch
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 
 if TYPE_CHECKING:
@@ -232,6 +233,8 @@ class LocalBackend(Backend):
             return []
         if not self._any_device(peer):
             return self._start_host(peer, batch, nbytes, after)
+        if isinstance(batch, GridBatch) and self._only_device(peer, batch):
+            return self._start_grids(peer, batch, after)
         from_device = self._on_device[batch.src.segment][batch.src_region]
         device = from_device | peer.on_device[batch.dst.segment][batch.dst_region]
         if device.all():
@@ -249,6 +252,30 @@ class LocalBackend(Backend):
             return (*batch_addresses(part, self._base, peer.base), part.length)
 
         return [peer.cuda.copy(len(batch), resolve, after)]
+
+    def _only_device(self, peer: LocalPeer, batch: GridBatch) -> bool:
+        """True when a GPU must carry every descriptor."""
+        src, dst = self._on_device[batch.src.segment], peer.on_device[batch.dst.segment]
+        return all(bool((src[grid.src_region] | dst[grid.dst_region]).all()) for grid in batch.grids)
+
+    def _start_grids(self, peer: LocalPeer, batch: GridBatch, after: Any) -> list[Part]:
+        if peer.cuda is None:
+            raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
+        src_base = self._base[batch.src.segment] + batch.src.base
+        dst_base = peer.base[batch.dst.segment] + batch.dst.base
+        grids = [
+            GridAddresses(
+                src_base[grid.src_region] + grid.src_inner,
+                dst_base[grid.dst_region] + grid.dst_inner,
+                grid.src_block,
+                grid.dst_block,
+                grid.block_length if grid.entry_length is None else grid.entry_length,
+                by_entry=grid.entry_length is not None,
+            )
+            for grid in batch.grids
+            if len(grid)
+        ]
+        return [peer.cuda.copy_grids(grids, after)]
 
     def _start_host(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
         addresses = batch_addresses(batch, self._base, peer.base)

@@ -20,6 +20,7 @@ from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
+    from sglang_pd.backends.local_launch import GridAddresses
     from sglang_pd.backends.local_stream import DevicePart, Resolve
 
 EXPORT_BYTES = 2 << 20
@@ -221,6 +222,10 @@ class CudaSide:
     def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
         """Start copying ranges; see `CopyStream.copy`."""
         return self._stream.copy(ranges, resolve, after)
+
+    def copy_grids(self, grids: list[GridAddresses], after: Any) -> DevicePart:
+        """Start copying grids; see `CopyStream.copy_grids`."""
+        return self._stream.copy_grids(grids, after)
 
     def drain(self) -> None:
         """Wait until nothing runs any more."""

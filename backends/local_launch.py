@@ -16,6 +16,9 @@ BLOCKS = {16: (128, 256, 512, 1024, 2048), 8: (256, 2048), 4: (256, 2048), 1: (2
 """Word -> words one step of a program may move (of 8 bytes where the word is 16): the smallest that holds the longest
 range is taken, else the last, in a loop. Every entry is one compiled kernel."""
 
+ALIGN_SLOTS = 16
+"""Launches start at multiples of this in a staging buffer: Triton compiles anew for addresses not divisible by 16."""
+
 PIECE_BYTES = 256 << 10
 """Longest range one program copies; longer ones are split among programs."""
 
@@ -43,6 +46,63 @@ class LaunchRanges:
     src: U64
     dst: U64
     length: U64
+
+
+@dataclass(frozen=True)
+class GridLaunch:
+    """Shape of a launch over a grid of `entries` x `blocks` descriptors, each in `pieces` of `piece_bytes`.
+
+    by_entry: lengths belong to entries, else to blocks. first_block: slot of the first block in the address rows.
+    """
+
+    entries: int
+    blocks: int
+    pieces: int
+    piece_bytes: int
+    first_block: int
+    by_entry: bool
+    word_bytes: int
+    block: int
+
+    @property
+    def warps(self) -> int:
+        """Warps a program, as for `Launch`."""
+        return max(1, min(4, self.block // 512))
+
+
+@dataclass(frozen=True)
+class GridAddresses:
+    """A grid by addresses, uint64: of each entry's first byte on both sides, and of each block from there."""
+
+    src_entry: U64
+    dst_entry: U64
+    src_block: U64
+    dst_block: U64
+    length: U64
+    by_entry: bool
+
+
+def plan_grid(grid: GridAddresses) -> GridLaunch:
+    """The launch for a grid. One word size for all of it: the largest that divides every address and length."""
+    parts = (grid.src_entry, grid.dst_entry, grid.src_block, grid.dst_block, grid.length)
+    bits = 0
+    for part in parts:
+        bits |= int(np.bitwise_or.reduce(part))
+    word = _word(bits)
+    longest = int(grid.length.max())
+    piece = min(longest, PIECE_BYTES)
+    words = -(-piece // min(word, 8))
+    block = next((block for block in BLOCKS[word] if block >= words), BLOCKS[word][-1])
+    return GridLaunch(
+        entries=grid.src_entry.shape[0],
+        blocks=grid.src_block.shape[0],
+        pieces=-(-longest // piece),
+        piece_bytes=piece,
+        first_block=-(-grid.src_entry.shape[0] // ALIGN_SLOTS) * ALIGN_SLOTS,
+        by_entry=grid.by_entry,
+        word_bytes=word,
+        block=block,
+    )
 
 
 def plan_launches(src: U64, dst: U64, length: U64) -> list[LaunchRanges]:

@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_pd.backends.local_kernel import launch_copy
-from sglang_pd.backends.local_launch import BLOCKS, Launch, LaunchRanges, plan_launches
+from sglang_pd.backends.local_kernel import launch_copy, launch_grid
+from sglang_pd.backends.local_launch import (
+    ALIGN_SLOTS,
+    BLOCKS,
+    GridAddresses,
+    GridLaunch,
+    Launch,
+    LaunchRanges,
+    plan_grid,
+    plan_launches,
+)
 from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
@@ -30,9 +39,6 @@ PREPARE_THREADS = 4
 """Batches of more ranges are prepared by this many threads."""
 
 WARM_STAGINGS = 16
-ALIGN_SLOTS = 16
-"""Launches start at multiples of this in a staging buffer: Triton compiles anew for addresses not divisible by 16."""
-
 Resolve = Callable[[slice], tuple[U64, U64, U64]]
 """Rows of a batch -> source address, destination address and length of each, uint64."""
 
@@ -103,6 +109,14 @@ class CopyStream:
 
         Raises `BackendError` for an event that a stream cannot wait for, and where CUDA refuses the launch.
         """
+        return self._start(after, (self._launch(plans) for plans in self._prepared(ranges, resolve)))
+
+    def copy_grids(self, grids: list[GridAddresses], after: Any) -> DevicePart:
+        """The same for grids, whose descriptors only the GPU ever sees one by one."""
+        return self._start(after, (self._launch_grid(grid, plan_grid(grid)) for grid in grids))
+
+    def _start(self, after: Any, launches: Iterator[Staging]) -> DevicePart:
+        """Run launches on the stream, and record the event behind them."""
         if after is not None and not isinstance(after, torch.cuda.Event):
             raise BackendError(
                 "device memory can only wait for a CUDA event",
@@ -117,8 +131,8 @@ class CopyStream:
             with torch.cuda.stream(self._stream):
                 if after is not None:
                     self._stream.wait_event(after)
-                for plans in self._prepared(ranges, resolve):
-                    used.append(self._launch(plans))
+                for staging in launches:
+                    used.append(staging)
                 event.record(self._stream)
         except RuntimeError as error:
             # Slices before this one may be running: nobody may take the batch for not begun.
@@ -170,6 +184,20 @@ class CopyStream:
             launch_copy(src, dst, lengths, plan.launch)
         return staging
 
+    def _launch_grid(self, grid: GridAddresses, launch: GridLaunch) -> Staging:
+        first = launch.first_block
+        stop = first + launch.blocks
+        staging = self._take(stop)
+        host = staging.host.numpy().view(np.uint64)
+        for row, (entries, blocks) in enumerate(((grid.src_entry, grid.src_block), (grid.dst_entry, grid.dst_block))):
+            host[row, : launch.entries], host[row, first:stop] = entries, blocks
+        at = slice(0, launch.entries) if launch.by_entry else slice(first, stop)
+        host[2, at] = grid.length
+        for row in range(3):
+            staging.device[row, :stop].copy_(staging.host[row, :stop], non_blocking=True)
+        launch_grid(staging.device, launch)
+        return staging
+
     def _take(self, slots: int) -> Staging:
         fitting = [staging for staging in self._free if staging.slots >= slots]
         if fitting:
@@ -191,9 +219,14 @@ class CopyStream:
             memory = torch.zeros(2 * size, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
             address = memory.data_ptr()
             row = torch.tensor([[address], [address + size], [size]], device=memory.device)
+            grid = self._free[0]
+            grid.device[0, 0], grid.device[1, 0], grid.device[2, 0] = address, address + size, size
+            grid.device[2, ALIGN_SLOTS] = size
             for word, blocks in BLOCKS.items():
                 for block in blocks:
                     launch_copy(row[0], row[1], row[2], Launch(1, word, block, size))
+                    for by_entry in (False, True):
+                        launch_grid(grid.device, GridLaunch(1, 1, 1, size, ALIGN_SLOTS, by_entry, word, block))
         self._stream.synchronize()
 
     def _run(self) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang_pd.backends.base import Backend, Peer, Segment, TransferState
 from sglang_pd.backends.registry import create_backend
-from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.batch import Grid, GridBatch, RegionTable, WriteBatch
 from sglang_pd.testing import memory
 from sglang_pd.testing.lab import MIB, BackendSpec, ChildProcess, Lab
 from sglang_pd.testing.pattern import apply_batch, canary_images, pages
@@ -28,6 +29,14 @@ ROUNDS = 9
 QUEUED = 8
 READ_BYTES = 64 * MIB
 
+GRIDS = {
+    "32 layers x 1024 pages of 16 KiB": (32, 1024, 16384),
+    "32 layers x 64 pages of 16 KiB": (32, 64, 16384),
+    "32 layers x 14336 rows of 1152 B": (32, 14336, 1152),
+    "32 layers x 1024 rows of 1152 B": (32, 1024, 1152),
+}
+"""As a plan gives them: random pages, the same in every layer (a region each), bound to one grid."""
+
 CASES = {
     "512 MiB in one block": (1, POOL),
     "32 x 1024 pages of 16 KiB": (32 * 1024, 16384),
@@ -36,6 +45,36 @@ CASES = {
     "32 x 1024 rows of 1152 B": (32 * 1024, 1152),
     "one item of 64 B": (1, 64),
 }
+
+
+def grid_pages(layers: int, pages_of_layer: int, page_bytes: int) -> GridBatch:
+    """Every layer's pool is its share of the segment; pages are drawn from all of it, permuted on both sides."""
+    pool = POOL // layers // page_bytes
+    rng = np.random.default_rng(11)
+    number = np.arange(layers, dtype=np.uint32)
+    size = np.full(layers, pool * page_bytes, np.uint64)
+    table = RegionTable(np.zeros(layers, np.uint32), number.astype(np.uint64) * np.uint64(POOL // layers), size)
+    blocks = (rng.permutation(pool)[:pages_of_layer].astype(np.uint64) * np.uint64(page_bytes) for _ in range(2))
+    zero, length = np.zeros(layers, np.uint64), np.full(pages_of_layer, page_bytes, np.uint64)
+    return GridBatch(table, table, (Grid(number, number, zero, zero, *blocks, length),))
+
+
+def odd_grids() -> dict[str, WriteBatch]:
+    """Grids that no fast path likes: slices of rows by entry, odd addresses, blocks longer than one program's share."""
+    one = RegionTable(np.zeros(1, np.uint32), np.zeros(1, np.uint64), np.full(1, POOL, np.uint64))
+
+    def u64(*values: int) -> NDArray[np.uint64]:
+        return np.array(values, np.uint64)
+
+    zero = np.zeros(3, np.uint32)
+    rows = np.arange(1000, dtype=np.uint64)
+    slices = Grid(
+        zero, zero, u64(3, 40, 90), u64(1, 77, 200), rows * np.uint64(101), rows * np.uint64(293),
+        np.ones(1000, np.uint64), entry_length=u64(7, 30, 11),
+    )  # fmt: skip
+    long = Grid(zero[:2], zero[:2], u64(0, 64 * MIB), u64(96 * MIB, 16), u64(0, 20 * MIB), u64(8, 32 * MIB),
+                u64(5 * MIB + 8, 300_000))  # fmt: skip
+    return {"grid of odd slices": GridBatch(one, one, (slices,)), "grid of long blocks": GridBatch(one, one, (long,))}
 
 
 def finish(backend: Backend, transfers: list[Any]) -> None:
@@ -114,11 +153,13 @@ def run_pair(name: str, options: Mapping[str, Any], dst: int) -> dict[str, Any]:
         memory.write_bytes(own, 0, content)
         peer = backend.connect(target.call("describe"), target.epoch)
         found["transport"] = peer.transport
-        for case, (count, page_bytes) in CASES.items():
-            batch = pages(7, count, page_bytes, (POOL,), (POOL,))
+        batches: dict[str, WriteBatch] = {case: grid_pages(*shape) for case, shape in GRIDS.items()}
+        batches |= odd_grids()
+        batches |= {case: pages(7, *shape, (POOL,), (POOL,)) for case, shape in CASES.items()}
+        for case, batch in batches.items():
             target.call("fill", segment=0, offset=0, nbytes=POOL, value=0xC5)
             try:
-                found[case] = run_case(backend, peer, batch, raw_copy(count * page_bytes, 0, dst))
+                found[case] = run_case(backend, peer, batch, raw_copy(batch.total_bytes, 0, dst))
                 verify(target, own, batch)
             except RuntimeError as error:
                 found[case] = {"error": str(error)[:500]}

@@ -45,7 +45,11 @@ def start_again(wheels: Path | None, env: list[str]) -> None:
     site = stage(wheels)
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     wanted = dict(pair.split("=", 1) for pair in env)
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted, "PYTHONPATH": path, STAGED: "1"})
+    os.execve(
+        sys.executable,
+        [sys.executable, *sys.argv],
+        {**os.environ, **wanted, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", STAGED: "1"},
+    )
 
 
 def suite_pairs(backend: str, gpus: int) -> list[tuple[str, str]]:
