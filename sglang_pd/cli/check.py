@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sglang_pd.cli.app import EXIT_NO
-from sglang_pd.cli.instances import Planned, load_pair, plan_instance
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, split_sets, table
-from sglang_pd.config import WorkerConfig
-from sglang_pd.protocol.errors import PlanError
+from sglang_pd.config import WorkerConfig, load_worker
+from sglang_pd.protocol.errors import ConfigError, PlanError
 from sglang_pd.protocol.handshake import compare
 from sglang_pd.protocol.messages import Mismatch, Verdict
 from sglang_pd.protocol.pairing import Pairing
+from sglang_pd.worker.instances import Planned, plan_instance
 
 FIELDS = ("component", "region", "field", "prefill", "decode")
 
@@ -37,6 +37,17 @@ def command(prefill: str, decode: str, sets: SetOption = [], as_json: JsonOption
     else:
         _print(planned, verdict, proof)
     return 0 if accepted else EXIT_NO
+
+
+def load_pair(prefill: str, decode: str, sets: Mapping[str, tuple[str, ...]]) -> tuple[WorkerConfig, WorkerConfig]:
+    """Both configurations, by role. Raises `ConfigError` when a file has the other role."""
+    configs = []
+    for role, path in (("prefill", prefill), ("decode", decode)):
+        config = load_worker(path, sets=sets[role])
+        if config.role != role:
+            raise ConfigError("the wrong role", where="$.role", expected=role, actual=config.role, file=path)
+        configs.append(config)
+    return configs[0], configs[1]
 
 
 def judge(prefill: Planned, decode: Planned) -> Verdict:

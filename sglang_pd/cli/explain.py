@@ -9,8 +9,7 @@ import numpy as np
 import typer
 
 from sglang_pd.cli.app import EXIT_NO
-from sglang_pd.cli.check import judge
-from sglang_pd.cli.instances import Planned, load_pair, plan_instance
+from sglang_pd.cli.check import judge, load_pair
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, split_sets, table
 from sglang_pd.config import load_worker
 from sglang_pd.protocol.bind import Chunk, IndexLists, bind
@@ -19,6 +18,7 @@ from sglang_pd.protocol.kinds import Prompt, list_count
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import Plan, region_numbers
 from sglang_pd.protocol.spaces import AnySpace
+from sglang_pd.worker.instances import Planned, plan_instance
 
 DEFAULT_PROMPT_TOKENS = 1000
 POOL_COLUMNS = ("component", "device", "space", "extent", "regions", "bytes", "note")

@@ -36,10 +36,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class EngineSection(Section, frozen=True):
-    """What computes. `options` belong to the engine, which checks them."""
+    """What computes. `options` belong to the engine, which checks them. chunk_tokens: prompt tokens that prefill
+    computes, and sends, at a time. max_batch: requests that decode computes at a time."""
 
     name: Literal["reference", "transformers"] = "reference"
     options: dict[str, Any] = {}
+    chunk_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 256
+    max_batch: Annotated[int, Meta(ge=1, le=65_536)] = 64
 
 
 class TopologySection(Section, frozen=True):
@@ -60,7 +63,7 @@ class PoolsSection(Section, frozen=True):
     need). rows: requests that run at once. slots: recurrent slots (default: rows). page_tokens: tokens of a page.
     interleave: neighbouring tokens that stay on one DCP rank. device: `cpu`, `cuda` (the rank's own) or `cuda:N`.
     host_kinds: kinds that live in host memory beside pools on a device. order: how free units are handed out; `random`
-    follows `seed`.
+    follows `seed`. poison: fill pools with this byte at start, so that state that nobody wrote shows (tests, demo).
     """
 
     memory_bytes: Bytes | None = None
@@ -74,6 +77,7 @@ class PoolsSection(Section, frozen=True):
     host_kinds: tuple[str, ...] = ()
     order: Literal["low", "high", "random"] = "low"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    poison: Annotated[int, Meta(ge=0, le=255)] | None = None
 
 
 class BackendSection(Section, frozen=True):

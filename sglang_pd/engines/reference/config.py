@@ -14,6 +14,9 @@ from sglang_pd.protocol.errors import ConfigError
 LayerKind = Literal["gdn", "qsa", "full", "swa", "mla"]
 Size = Annotated[int, Meta(ge=1, le=65_536)]
 
+MAX_TOKENS = 8192
+"""Longest sequence: attention's sums of up to this many values (below 16, on 2**-36) stay exact."""
+
 
 class ReferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A hybrid model. The default is tiny, has every kind of state, and head counts that divide by 4.

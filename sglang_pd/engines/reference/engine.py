@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request
-from sglang_pd.engines.reference.config import ReferenceConfig, state_spec
+from sglang_pd.engines.reference.config import MAX_TOKENS, ReferenceConfig, state_spec
 from sglang_pd.engines.reference.grid import linear, rms
 from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.stage import Stage
@@ -22,10 +22,6 @@ from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.protocol.manifest import RankId, Topology
-
-MAX_TOKENS = 8192
-"""Longest sequence: attention's sums of up to this many values (below 16, on 2**-36) stay exact."""
-
 
 DELTA_TOKENS = 4
 """Leading tokens that decide a request's coordinates: fewer than a page, so that requests with equal pages agree."""

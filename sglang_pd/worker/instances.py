@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any
 
-from sglang_pd.cli.support import transports_of
-from sglang_pd.config import WorkerConfig, load_worker, read_options, topology_of
+from sglang_pd.config import WorkerConfig, topology_of
 from sglang_pd.config.schema import DEFAULT_TOKENS
+from sglang_pd.engines.registry import Described, describe_engine
 from sglang_pd.memory.budget import Budget, lines_of, plan_budget, window_pool_tokens
 from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology, Transport
-
-ENGINES: Final[dict[str, str]] = {
-    "reference": "sglang_pd.cli.instances:describe_reference",
-    "transformers": "sglang_pd.engines.transformers:describe_options",
-}
-"""Engine -> function that takes its options and returns its facts (`Described`), reading no weights."""
-
-STEP_TOKENS: Final = 64
-"""Tokens of one request that a sliding-window pool has room for beside the window, where no size is given."""
-
-
-class Described(Protocol):
-    """What an engine says of its model from its options alone; `engines.base.ModelFacts` has all of it."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of weights and architecture."""
-
-    @property
-    def state(self) -> StateSpec:
-        """All state that the model has."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence that the model allows."""
-
-    @property
-    def page_multiple(self) -> int:
-        """page_tokens must be a multiple of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """`Described`, without the engine's own module."""
-
-    fingerprint: str
-    state: StateSpec
-    max_tokens: int
-    page_multiple: int = 1
+from sglang_pd.worker.transports import transports_of
 
 
 @dataclass(frozen=True)
@@ -68,35 +27,8 @@ class Planned:
 
 
 def describe(config: WorkerConfig) -> Described:
-    """Ask the engine. Raises `ConfigError` for one that is not installed, and what the engine raises."""
-    module, _, function = ENGINES[config.engine.name].partition(":")
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise ConfigError(
-            "this build has no such engine",
-            where="$.engine.name",
-            expected=" | ".join(sorted(ENGINES)),
-            actual=config.engine.name,
-        )
-    described: Described = getattr(importlib.import_module(module), function)(config.engine.options)
-    if config.pools.page_tokens % described.page_multiple:
-        raise ConfigError(
-            "the model's groups of tokens do not fill pages",
-            where="$.pools.page_tokens",
-            expected=f"a multiple of {described.page_multiple}",
-            actual=config.pools.page_tokens,
-        )
-    return described
-
-
-def describe_reference(options: Mapping[str, Any]) -> Described:
-    """Facts of the reference engine, from its configuration alone (its weights follow from a seed)."""
-    shape = importlib.import_module("sglang_pd.engines.reference.config")
-    config = read_options(options, shape.ReferenceConfig, where="$.engine.options")
-    return Facts(config.fingerprint, shape.state_spec(config), 2**31, config.page_multiple)
+    """Ask the engine, computing nothing. Raises `ConfigError` for one that is not installed, and what it raises."""
+    return describe_engine(config.engine.name, config.engine.options)
 
 
 def plan_instance(config: WorkerConfig, described: Described | None = None) -> Planned:
@@ -105,6 +37,13 @@ def plan_instance(config: WorkerConfig, described: Described | None = None) -> P
     Raises `ConfigError` where the budget is too small, `ManifestError` where model, topology and pools do not fit.
     """
     described = described or describe(config)
+    if config.pools.page_tokens % described.page_multiple:
+        raise ConfigError(
+            "the model's groups of tokens do not fill pages",
+            where="$.pools.page_tokens",
+            expected=f"a multiple of {described.page_multiple}",
+            actual=config.pools.page_tokens,
+        )
     topology = topology_of(config)
     state, device = described.state, config.pools.device
     budget = size_pools(config, state, topology)
@@ -121,23 +60,13 @@ def plan_instance(config: WorkerConfig, described: Described | None = None) -> P
     return Planned(config, layouts, manifest, budget)
 
 
-def load_pair(prefill: str, decode: str, sets: Mapping[str, tuple[str, ...]]) -> tuple[WorkerConfig, WorkerConfig]:
-    """Both configurations, by role. Raises `ConfigError` when a file has the other role."""
-    configs = []
-    for role, path in (("prefill", prefill), ("decode", decode)):
-        config = load_worker(path, sets=sets[role])
-        if config.role != role:
-            raise ConfigError("the wrong role", where="$.role", expected=role, actual=config.role, file=path)
-        configs.append(config)
-    return configs[0], configs[1]
-
-
 def size_pools(config: WorkerConfig, state: StateSpec, topology: Topology) -> Budget:
     """Capacities of every pool from a budget or from capacities. Raises `ConfigError` where the budget is too small."""
     pools = config.pools
     swa = pools.swa_tokens
     if swa is None:
-        swa = window_pool_tokens(pools.rows, state.window_tokens, STEP_TOKENS, pools.page_tokens)
+        step = config.engine.chunk_tokens if config.role == "prefill" else pools.page_tokens
+        swa = window_pool_tokens(pools.rows, state.window_tokens, step, pools.page_tokens)
     page = pools.page_tokens
     tokens = pools.tokens if pools.tokens is not None else -(-DEFAULT_TOKENS // page) * page
     capacity = Capacity(
