@@ -13,6 +13,7 @@ from support.reference_run import (
     SOFT,
     SPARSE,
     Host,
+    How,
     Live,
     Running,
     Size,
@@ -48,7 +49,7 @@ def check(mode: str, length: int, chunks: str, sizes: tuple[Size, Size] = (PREFI
     source, destination = (Host(CONFIGS[mode], size) for size in sizes)
     source.prefill("other", prompt_ids(11, seed=3))  # so that the request's row and slot are not the first
     run = source.prefill("r", prompt_ids(length), CHUNKS[chunks])
-    arrived = hand_over(source, run, destination, CHUNKS[chunks])
+    arrived = hand_over(source, run, destination, How(CHUNKS[chunks]))
     assert not differences(destination.live(arrived), before)
     destination.decode([arrived], STEPS)
     assert arrived.tokens == want.tokens
@@ -139,7 +140,7 @@ def test_a_prefix_on_decode_is_not_written_and_the_state_moves_whole() -> None:
     destination.decode([early], 2)
     assert not np.array_equal(ids, prompt_ids(3 * PAGE + 2))
     run = source.prefill("r", ids, (9,) * 9)
-    arrived = hand_over(source, run, destination, prefix=(early, 2 * PAGE))
+    arrived = hand_over(source, run, destination, How(prefix=(early, 2 * PAGE)))
     destination.decode([arrived, early], STEPS)
     assert arrived.tokens == want.tokens
     assert same_logits(arrived, want)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -287,3 +289,21 @@ def test_models_of_fewer_kinds_run_and_have_fewer_components() -> None:
 def test_the_fingerprint_is_of_everything_that_makes_the_model() -> None:
     changes: list[dict[str, object]] = [{}, {"seed": 1}, {"window": 13}, {"coupling": "soft"}, {"qsa_budget": 12}]
     assert len({ReferenceConfig(**c).fingerprint for c in changes}) == len(changes)  # type: ignore[arg-type]
+
+
+def test_configuration_layout_and_books_need_no_torch() -> None:
+    """`check`, `explain` and the control's process look at states and allocate without a tensor library."""
+    program = """
+import sys
+sys.modules["torch"] = None
+from sglang_pd.engines.base import Engine
+from sglang_pd.engines.reference import Links, ReferenceConfig
+from sglang_pd.engines.reference.config import state_spec
+from sglang_pd.memory import adopt, allocator, budget, layout, live, pools, scope
+from sglang_pd.protocol.manifest import RankId, Topology
+size = layout.Capacity(64, 8, 2, 2, 32)
+rank = layout.layout_rank(state_spec(ReferenceConfig()), size, Topology(), RankId(0, 0))
+print(len(allocator.Allocator(rank.roots).lease(9).tables().pages))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout.strip() == "2", done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.reference_run import SOFT, SPARSE, Host, Size, differences, hand_over, prompt_ids, same_logits
+from support.reference_run import SOFT, SPARSE, Host, How, Size, differences, hand_over, prompt_ids, same_logits
 from support.spoil import FILLER, Scene, Spoil, one_element, spoils
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, Sampling
@@ -49,7 +49,7 @@ def catch(config: ReferenceConfig, length: int) -> Found:
             def change(*scene: Any, key: RegionKey = key, spoil: Spoil = spoil) -> None:
                 spoil(Scene(scene[0], scene[1], scene[2], other.lease, scene[3], scene[4]), key)
 
-            runs.append(hand_over(source, run, destination, mutate=change, name=f"case {number}"))
+            runs.append(hand_over(source, run, destination, How(mutate=change, name=f"case {number}")))
         arrived = [differences(destination.live(r), before) for r in runs]
         destination.decode(runs, STEPS)
         if whole is None:
@@ -114,7 +114,7 @@ def test_what_is_not_live_is_never_read(mode: str, length: int) -> None:
             rows[:] = np.nan if rows.dtype.kind == "f" else np.iinfo(rows.dtype).min
             rows[slots] = kept
 
-    runs = [hand_over(source, run, quiet), hand_over(source, run, loud, mutate=bury)]
+    runs = [hand_over(source, run, quiet), hand_over(source, run, loud, How(mutate=bury))]
     for host, arrived in zip((quiet, loud), runs, strict=True):
         host.decode([arrived], 10)
     assert runs[0].tokens == runs[1].tokens

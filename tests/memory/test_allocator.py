@@ -74,6 +74,17 @@ def test_a_list_beyond_the_lease_is_refused() -> None:
         lease.lists(Prompt(2 * PAGE))  # the window is only held up to the first page
 
 
+def test_a_source_lists_its_window_only_once_it_is_computed() -> None:
+    """A room is opened before prefill has the window of the prompt's end; the other lists are known from the start."""
+    lease = allocator().lease(3 * PAGE, window_stop=0)
+    early = lease.lists(Prompt(3 * PAGE), windows=False)
+    assert set(early) == {SPACES["pages"], SPACES["rows"], SPACES["slots"]}
+    lease.advance(3 * PAGE)
+    late = lease.lists(Prompt(3 * PAGE))
+    assert set(late) == set(SPACES.values())
+    assert all(late[space] == early[space] for space in early)
+
+
 def test_all_or_nothing() -> None:
     a = allocator()
     before = free(a)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,36 +145,42 @@ Mutate = Callable[[RankPools, RankPools, Lease, Lease, Prompt], None]
 """(source, destination, source lease, destination lease, prompt), after the copies: spoil something."""
 
 
-def hand_over(
-    source: Host,
-    run: Running,
-    destination: Host,
-    chunks: Iterable[int] = (),
-    mutate: Mutate | None = None,
-    prefix: tuple[Running, int] | None = None,
-    name: str = "",
-) -> Running:
-    """Move a prefilled request by plans and plain copies, and admit it at the destination.
+@dataclass(frozen=True)
+class How:
+    """How a hand-over is made.
 
-    chunks: lengths in which the transfer is made (streaming kinds move with each, the others with the last). prefix: a
-    request at the destination, and how many leading tokens of it are shared and do not move. name: at the destination.
+    chunks: lengths in which the transfer is made (streaming kinds move with each, the others with the last). mutate:
+    called between the copies and the admission. prefix: a request at the destination, and how many leading tokens of it
+    are shared and do not move. name: of the request at the destination, where it is another.
     """
-    held = None if prefix is None else (prefix[0].lease, prefix[1])
+
+    chunks: Sequence[int] = ()
+    mutate: Mutate | None = None
+    prefix: tuple[Running, int] | None = None
+    name: str = ""
+
+
+PLAIN = How()
+
+
+def hand_over(source: Host, run: Running, destination: Host, how: How = PLAIN) -> Running:
+    """Move a prefilled request by plans and plain copies, and admit it at the destination."""
+    held = None if how.prefix is None else (how.prefix[0].lease, how.prefix[1])
     lease = destination.allocator.lease(run.stop, prefix=held)
     prompt = Prompt(run.stop, lease.prefix_tokens)
     pairing = Pairing(source.manifest, destination.manifest)
-    arrived = Running(name or run.name, lease, run.tokens[:1], run.logits[:1], run.stop)
+    arrived = Running(how.name or run.name, lease, run.tokens[:1], run.logits[:1], run.stop)
     lease.arm()
     destination.pools.arm(lease.tables())
     room = pairing.room(prompt, run.lease.lists(Prompt(run.stop)), lease.lists(prompt))
     start = 0
-    for length in (*chunks, run.stop):
+    for length in (*how.chunks, run.stop):
         stop = min(run.stop, start + length)
         if start < stop:
             copy_chunk(pairing, room, Chunk(start, stop, stop == run.stop), [source.pools], [destination.pools])
         start = stop
-    if mutate is not None:
-        mutate(source.pools, destination.pools, run.lease, lease, prompt)
+    if how.mutate is not None:
+        how.mutate(source.pools, destination.pools, run.lease, lease, prompt)
     lease.disarm()
     destination.pools.disarm(lease.generation)
     record = HandoffRecord.decode(source.engine.handoff(run.name).encode())
