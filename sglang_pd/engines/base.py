@@ -42,9 +42,15 @@ class ModelFacts:
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen. temperature 0 is greedy (lowest token of equal ones); else seeded, repeatable draws."""
+    """How tokens are chosen. temperature 0 is greedy (lowest token of equal ones); else seeded, repeatable draws.
+
+    top_k: the k likeliest tokens may be drawn, 0 for all. top_p: of these, the fewest likeliest whose probabilities,
+    after the temperature, reach top_p. Of equally likely tokens the lower one comes first.
+    """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,11 +22,25 @@ def choose(logits: NDArray[np.float64], sampling: Sampling, drawn: int) -> tuple
     if sampling.temperature == 0.0:
         token = int(np.argmax(logits))  # the first of equal ones
     else:
-        weights: Any = np.exp(logprobs(logits / sampling.temperature))
-        edges = np.cumsum(weights)
-        token = int(np.searchsorted(edges, uniform(sampling.seed, drawn) * edges[-1], side="right"))
-        token = min(token, logits.shape[0] - 1)
+        weights = np.exp(logprobs(logits / sampling.temperature))
+        allowed = candidates(weights, sampling)
+        edges = np.cumsum(weights[allowed])
+        place = int(np.searchsorted(edges, uniform(sampling.seed, drawn) * edges[-1], side="right"))
+        token = int(allowed[min(place, allowed.shape[0] - 1)])
     return token, float(log_probability[token])
+
+
+def candidates(weights: NDArray[np.float64], sampling: Sampling) -> NDArray[np.int64]:
+    """Tokens that may be drawn, rising. weights: float64 [vocabulary], probabilities that sum to 1."""
+    if not sampling.top_k and sampling.top_p == 1.0:
+        return np.arange(weights.shape[0])
+    order = np.argsort(-weights, kind="stable")
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1.0:
+        reached = int(np.searchsorted(np.cumsum(weights[order]), sampling.top_p, side="left"))
+        order = order[: reached + 1]
+    return np.sort(order)
 
 
 def uniform(seed: int, drawn: int) -> float:
