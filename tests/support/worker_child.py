@@ -1,9 +1,10 @@
 """A worker process for tests: a real endpoint over a real backend, an engine whose every byte is known in advance.
 
 Run as `python worker_child.py` with a JSON configuration on the first line of standard input, then JSON commands, one
-a line; answers and room events leave as JSON lines. The byte oracle: a live row is a function of (seed, region,
-element) alone, every other byte is a canary, and memory that comes back is wiped to the canary at once, so that a late
-byte shows for ever. Ends by `os._exit`, since a transport library may crash at interpreter exit.
+a line; answers and room events leave as JSON lines. The byte oracle is in `worker_memory`. Ends by `os._exit`, since a
+transport library may crash at interpreter exit.
+
+Role `rank`: a further rank of an instance whose control is another process; it is told the lists of each room.
 """
 
 from __future__ import annotations
@@ -15,39 +16,32 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-from support.hybrid_state import capacity, hybrid_state
+from support.worker_clock import real_monotonic  # first: it may put another clock into `time`
+from support.worker_frames import BadLink
+from support.worker_memory import Memory, prompt_ids, rss_bytes
 
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.memory.allocator import Allocator, Policy, instance_index_bytes
-from sglang_pd.memory.layout import layout_rank
 from sglang_pd.memory.lease import Lease
-from sglang_pd.memory.live import element_slots
-from sglang_pd.memory.pools import RankPools
-from sglang_pd.memory.scope import Scope
-from sglang_pd.memory.views import host_bytes
-from sglang_pd.protocol.digest import mix64
+from sglang_pd.protocol.bind import IndexLists
 from sglang_pd.protocol.errors import PdError
-from sglang_pd.protocol.kinds import Prompt, kind_of
+from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.protocol.room import Limits
-from sglang_pd.protocol.spaces import Page
+from sglang_pd.testing import faults
 from sglang_pd.worker.control import ControlConfig
-from sglang_pd.worker.endpoint import DecodeEndpoint, Network, PrefillEndpoint, RankSetup, new_epoch
+from sglang_pd.worker.endpoint import (
+    DecodeEndpoint,
+    Network,
+    PrefillEndpoint,
+    RankEndpoint,
+    RankSetup,
+    new_epoch,
+)
 from sglang_pd.worker.events import EventKind, RoomEvent
-
-CANARY = 0xA5
-
-
-def content(seed: int, region: int, elements: np.ndarray, row_bytes: int) -> np.ndarray:
-    """Expected bytes of live rows: uint8 [elements, row_bytes], never the canary alone."""
-    words = -(-row_bytes // 8)
-    base = mix64(elements.astype(np.uint64) + np.uint64((seed * 1_000_003 + region * 7_919) % 2**63))
-    rows = mix64(base[:, None] + np.arange(words, dtype=np.uint64))
-    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(elements), words * 8)[:, :row_bytes]
+from sglang_pd.worker.link import CurveKeys
 
 
 @dataclass
@@ -55,13 +49,17 @@ class Room:
     """A room's memory and what its bytes must be."""
 
     room: int
-    lease: Lease
+    lease: Lease | None
+    lists: IndexLists
     seed: int
     prompt: Prompt
     chunks: deque[tuple[int, int, bool]]
+    finish: bool = True
+    record: str = ""
     pause_s: float = 0.0
     next_s: float = 0.0
-    ended: bool = False
+    covered: int | None = None
+    """What the record claims to cover, where it lies."""
 
 
 class Child:
@@ -70,85 +68,58 @@ class Child:
     def __init__(self, conf: dict[str, Any]) -> None:
         self.conf = conf
         self.role = conf["role"]
+        faults.install()
         self.backend = create_backend(conf["backend"], epoch=new_epoch(), options=conf.get("options", {}))
-        state, size = hybrid_state(), capacity(conf.get("pages", 24), conf.get("rows", 8), conf.get("slots", 8))
-        layout = layout_rank(state, size, Topology(), RankId(0, 0))
-        scope = Scope(self.backend)
-        segments = scope.allocate_layout(layout)
-        self.pools = RankPools(layout, segments)
-        for segment in segments:
-            host_bytes(segment)[:] = CANARY
+        self.memory = Memory(self.backend, conf)
+        roots = self.memory.layout.roots
         policy = Policy(
             order=conf.get("order", "random"),
             seed=conf.get("seed", 1),
             quarantine_bytes=conf.get("quarantine_bytes"),
             on_over_budget=lambda held: self.endpoint.drain(conf.get("drain_s", 5.0)),
         )
-        self.allocator = Allocator(layout.roots, policy, instance_index_bytes([layout]))
+        self.allocator = Allocator(roots, policy, instance_index_bytes([self.memory.layout]))
         setup = RankSetup(
             backend=self.backend,
-            components=layout.components,
-            segments=segments,
+            components=self.memory.layout.components,
+            segments=self.memory.pools.segments,
+            rank=RankId(*conf.get("rank", (0, 0))),
             deadline_s=conf.get("deadline_s", 10.0),
         )
+        self.last_rank = [Topology(**conf.get("topology", {})).pp - 1, 0] == list(conf.get("rank", (0, 0)))
+        curve = conf.get("curve")
+        keys = curve and CurveKeys(
+            curve["public"].encode(),
+            curve["secret"].encode(),
+            frozenset(k.encode() for k in curve.get("authorized", ())),
+        )
+        if self.role == "rank":
+            self.endpoint: Any = RankEndpoint(setup, conf["control"], curve=keys, heartbeat_s=0.2)
+            self.link: Any = self.endpoint._remote.link
+        else:
+            self.endpoint = self._instance(setup, keys)
+            self.link = self.endpoint.link
+        self.bad_link = BadLink(self.link, conf.get("seed", 1)) if conf.get("bad_link") else None
+        self.by_handle: dict[int, Room] = {}
+        self.by_room: dict[int, Room] = {}
+        self.wrong = 0
+
+    def _instance(self, setup: RankSetup, keys: CurveKeys | None) -> Any:
+        conf = self.conf
         config = ControlConfig(
             instance_id=conf["id"],
             model="test",
+            topology=Topology(**conf.get("topology", {})),
             heartbeat_s=conf.get("heartbeat_s", 0.2),
             liveness_s=conf.get("liveness_s", 2.0),
+            rank_liveness_s=conf.get("rank_liveness_s", 2.0),
+            peer_wait_s=conf.get("peer_wait_s", 30.0),
             verify=conf.get("verify", "full"),
             limits=Limits(**conf.get("limits", {})),
         )
-        network = Network(bind=conf.get("bind", "tcp://127.0.0.1:0"))
+        network = Network(bind=conf.get("bind", "tcp://127.0.0.1:0"), ranks_bind=conf.get("ranks_bind"), curve=keys)
         kind = PrefillEndpoint if self.role == "prefill" else DecodeEndpoint
-        self.endpoint: Any = kind(config, setup, network)
-        self.by_handle: dict[int, Room] = {}
-        self.wrong = 0
-
-    # --- the engine --------------------------------------------------------------------------------------------------
-
-    def rows(self, room: Room, wanted: Any) -> None:
-        """Visit the live rows of a room: wanted(number of the region, rows view, slots, elements)."""
-        lists = room.lease.lists(room.prompt)
-        for number, key in enumerate(self.pools.keys):
-            region, space = self.pools.region(*key)
-            elements = kind_of(key[0]).live(room.prompt, space)
-            if isinstance(space.list_space, Page) and not len(elements):
-                continue
-            numbers, slots = element_slots(space, lists, room.prompt, elements)
-            view = self.pools.row_bytes(*key)
-            wanted(number, view, (slots // region.rows_per_item, slots % region.rows_per_item), numbers)
-
-    def write(self, room: Room) -> None:
-        """What computing the prompt leaves in the pools."""
-
-        def put(number: int, view: np.ndarray, at: Any, elements: np.ndarray) -> None:
-            view[at] = content(room.seed, number, elements, view.shape[-1])
-
-        self.rows(room, put)
-
-    def wipe(self, room: Room) -> None:
-        """Back to the canary: the memory is about to be somebody else's."""
-
-        def clear(number: int, view: np.ndarray, at: Any, elements: np.ndarray) -> None:
-            view[at] = CANARY
-
-        self.rows(room, clear)
-
-    def verify(self, room: Room) -> list[str]:
-        """Regions of the room whose live rows are not what they must be."""
-        bad: list[str] = []
-
-        def check(number: int, view: np.ndarray, at: Any, elements: np.ndarray) -> None:
-            if not np.array_equal(view[at], content(room.seed, number, elements, view.shape[-1])):
-                bad.append("/".join(map(str, self.pools.keys[number])))
-
-        self.rows(room, check)
-        return bad
-
-    def dirty_bytes(self) -> int:
-        """Bytes that are neither canary nor part of a room that lives or waits for a fence. Exact when none does."""
-        return sum(int((host_bytes(s) != CANARY).sum()) for s in self.pools.segments)
+        return kind(config, setup, network)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -166,47 +137,101 @@ class Child:
         sys.stdout.flush()
 
     def do_hello(self) -> dict[str, Any]:
-        return {"address": self.endpoint.address, "pid": os.getpid(), "epoch": self.endpoint.control.epoch}
+        if self.role == "rank":
+            return {"address": "", "ranks_address": "", "pid": os.getpid(), "epoch": self.backend.epoch}
+        at = self.endpoint
+        return {
+            "address": at.address, "ranks_address": at.ranks_address, "pid": os.getpid(), "epoch": at.control.epoch,
+        }  # fmt: skip
 
     def do_connect(self, address: str) -> None:
         self.endpoint.connect(address)
 
     def do_serve(
-        self, room: int, tokens: int, seed: int, chunks: list[int] | None = None, pause_s: float = 0.0
+        self,
+        room: int,
+        tokens: int,
+        seed: int,
+        chunks: list[int] | None = None,
+        pause_s: float = 0.0,
+        record_tokens: int | None = None,
     ) -> dict[str, Any]:
         """Prefill: request a room; its chunks follow, `pause_s` apart."""
-        cuts = [0, *(chunks or []), tokens]
-        plan = deque((a, b, b == tokens) for a, b in zip(cuts, cuts[1:], strict=False))
-        entry = Room(room, self.allocator.lease(tokens), seed, Prompt(tokens), plan, pause_s)
-        self.write(entry)
-        handle = self.enter(entry, lambda lists: self.endpoint.request(room, prompt_ids(seed, tokens), lists))
-        self.by_handle[handle] = entry
-        return {"room": room, "handle": handle}
+        entry = self.entry(room, tokens, seed, cuts(tokens, chunks))
+        entry.pause_s = pause_s
+        entry.record = f"seed {seed}"
+        if entry.lists:
+            self.memory.write(entry.lists, entry.prompt, seed)
+        entry.covered = record_tokens
+        return self.enter(entry, lambda: self.endpoint.request(room, prompt_ids(seed, tokens), entry.lists))
 
     def do_open(
         self, room: int, tokens: int, seed: int, address: str, prompt_seed: int | None = None
     ) -> dict[str, Any]:
         """Decode: lease memory and open the room."""
-        entry = Room(room, self.allocator.lease(tokens), seed, Prompt(tokens), deque())
-        entry.lease.arm()
+        entry = self.entry(room, tokens, seed, deque())
+        if entry.lease is not None:
+            entry.lease.arm()
         ids = prompt_ids(seed if prompt_seed is None else prompt_seed, tokens)
-        handle = self.enter(entry, lambda lists: self.endpoint.open(room, address, ids, lists))
-        self.by_handle[handle] = entry
-        return {"room": room, "handle": handle}
+        return self.enter(entry, lambda: self.endpoint.open(room, address, ids, entry.lists))
 
-    def enter(self, entry: Room, call: Any) -> int:
+    def entry(self, room: int, tokens: int, seed: int, plan: deque[tuple[int, int, bool]]) -> Room:
+        """A room with its lease; one without tokens has neither memory nor a valid prompt."""
+        if not tokens:
+            return Room(room, None, {}, seed, Prompt(1), deque())
+        lease = self.allocator.lease(tokens)
+        return Room(room, lease, lease.lists(Prompt(tokens)), seed, Prompt(tokens), plan, self.last_rank)
+
+    def enter(self, entry: Room, call: Any) -> dict[str, Any]:
         """Hand a lease over to a room; a refusal gives it back."""
         try:
-            return int(call(entry.lease.lists(entry.prompt)))
+            handle = int(call())
         except PdError:
             self.release(entry)
             raise
+        self.by_handle[handle] = self.by_room[entry.room] = entry
+        return {"room": entry.room, "handle": handle, "lists": self.memory.numbers(entry.lists)}
+
+    def do_fill(
+        self, room: int, tokens: int, seed: int, lists: dict[str, list[int]], chunks: list[int] | None = None,
+        pause_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """A rank of a prefill: its share of a room is computed and sent."""
+        entry = Room(
+            room, None, self.memory.lists(lists), seed, Prompt(tokens), cuts(tokens, chunks), self.last_rank,
+            f"seed {seed}", pause_s,
+        )  # fmt: skip
+        self.memory.write(entry.lists, entry.prompt, seed)
+        self.by_handle[-room] = self.by_room[room] = entry
+
+    def do_judge(self, room: int, tokens: int, seed: int, lists: dict[str, list[int]]) -> dict[str, Any]:
+        """A rank: what is wrong with its share of a room."""
+        return {"bad": self.memory.verify(self.memory.lists(lists), Prompt(tokens), seed)}
+
+    def do_clear(self, tokens: int, lists: dict[str, list[int]]) -> None:
+        """A rank: the room's memory is over."""
+        self.memory.wipe(self.memory.lists(lists), Prompt(tokens))
 
     def do_abort(self, room: int) -> None:
         self.endpoint.abort(room)
 
     def do_drain(self, deadline_s: float = 5.0) -> None:
         self.endpoint.drain(deadline_s)
+
+    def do_frames(self, rules: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self.bad_link is not None
+        self.bad_link.set(rules)
+        return {"counts": dict(self.bad_link.counts)}
+
+    def do_raw(self, frames: list[str], times: int = 1) -> None:
+        """Send bytes to every party this side called, as they are."""
+        for _ in range(times):
+            for frame in frames:
+                for dealer in list(self.link._dealers.values()):
+                    dealer.send(bytes.fromhex(frame))
+
+    def do_release_fences(self) -> None:
+        self.backend.release_fences()  # type: ignore[attr-defined]
 
     def do_stats(self) -> dict[str, Any]:
         return {
@@ -218,23 +243,42 @@ class Child:
             "ready": self.endpoint.ready,
             "drained": self.endpoint.drained,
             "last_fault": self.endpoint._loop.last_fault,
+            "struck": len(getattr(self.backend, "struck", ())),
         }
 
     def do_check(self) -> dict[str, Any]:
         """The conservation and byte oracles; exact when nothing is leased or withheld."""
         self.allocator.check_integrity()
-        desk = self.endpoint.control.desk
-        for table in (desk.prefill, desk.decode) if desk else ():
-            table.check_integrity()
+        desk = self.endpoint.control.desk if self.role != "rank" else None
         return {
             "leases": len(self.allocator.leases),
             "quarantined": len(self.allocator.quarantine),
             "rooms": desk.open_rooms if desk else 0,
-            "dirty": self.dirty_bytes(),
+            "source_rooms": self.endpoint.agent.source.rooms,
+            "dirty": self.memory.dirty_bytes(),
             "wrong": self.wrong,
             "fds": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
             "rss": rss_bytes(),
         }
+
+    def do_integrity(self) -> dict[str, Any]:
+        """Room tables contradict themselves? Looked at on the control thread, which owns them."""
+        found: list[str] = []
+
+        def look() -> None:
+            desk = self.endpoint.control.desk
+            try:
+                for table in (desk.prefill, desk.decode) if desk else ():
+                    table.check_integrity()
+                found.append("")
+            except PdError as error:
+                found.append(str(error))
+
+        self.endpoint._loop.submit(look)
+        while not found:
+            time.sleep(0.001)
+        return {"problem": found[0]}
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -244,33 +288,42 @@ class Child:
         if event.error is not None:
             line["code"], line["message"], line["where"] = event.error.code, event.error.message, event.error.where
         if entry is not None and event.kind is EventKind.ADMITTED:
-            bad = self.verify(entry)
+            bad = self.memory.verify(entry.lists, entry.prompt, entry.seed)
             self.wrong += bool(bad)
             line["bad"], line["record"] = bad, event.record.decode()
         if entry is not None and event.kind in (EventKind.FAILED, EventKind.ABORTED):
-            entry.ended = True
             entry.chunks.clear()
+            if entry.lease is not None:
+                entry.lease.quarantine(event.kind.value, time.monotonic())
         if entry is not None and event.kind is EventKind.RELEASABLE:
             self.release(entry)
             del self.by_handle[event.handle]
+            if self.by_room.get(event.room) is entry:
+                del self.by_room[event.room]
         self.say(line)
 
     def release(self, entry: Room) -> None:
         """The fence is proven, or nothing was exposed: wipe, then give back."""
-        self.wipe(entry)
+        if entry.lease is None:
+            return
+        self.memory.wipe(entry.lists, entry.prompt)
+        if entry.lease.generation in self.allocator.quarantine:
+            self.allocator.fenced(entry.lease.generation)
+            return
         if entry.lease.is_armed:
             entry.lease.disarm()
         entry.lease.release()
 
     def send_due(self) -> float | None:
         """Send chunks that are due; seconds until the next, None for none."""
-        now_s, soonest = time.monotonic(), None
+        now_s, soonest = real_monotonic(), None
         for entry in list(self.by_handle.values()):
             while entry.chunks and entry.next_s <= now_s:
                 start, stop, last = entry.chunks.popleft()
                 self.endpoint.send(entry.room, start, stop, last=last)
-                if last:
-                    self.endpoint.finish(entry.room, stop, f"seed {entry.seed}".encode())
+                if last and entry.finish:
+                    covered = stop if entry.covered is None else entry.covered
+                    self.endpoint.finish(entry.room, covered, entry.record.encode())
                 entry.next_s = now_s + entry.pause_s
             if entry.chunks:
                 wait_s = entry.next_s - now_s
@@ -279,11 +332,12 @@ class Child:
 
     def run(self) -> None:
         stdin = sys.stdin.fileno()
+        wakeups = [] if self.role == "rank" else [self.endpoint.wakeup_fd()]
         buffer = b""
         while True:
             wait_s = self.send_due()
-            readable, _, _ = select.select([stdin, self.endpoint.wakeup_fd()], [], [], wait_s)
-            for event in self.endpoint.poll():
+            readable, _, _ = select.select([stdin, *wakeups], [], [], wait_s)
+            for event in self.endpoint.poll() if wakeups else ():
                 self.on_event(event)
             if stdin in readable:
                 data = os.read(stdin, 1 << 16)
@@ -295,14 +349,10 @@ class Child:
                     self.command(json.loads(line))
 
 
-def prompt_ids(seed: int, tokens: int) -> list[int]:
-    """The prompt of a seed: both sides derive it alike."""
-    return [(seed * 31 + i * 7) % 50_000 for i in range(tokens)]
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def cuts(tokens: int, chunks: list[int] | None) -> deque[tuple[int, int, bool]]:
+    """(start, stop, last) of every chunk."""
+    at = [0, *(chunks or []), tokens]
+    return deque((a, b, b == tokens) for a, b in zip(at, at[1:], strict=False))
 
 
 def main() -> None:

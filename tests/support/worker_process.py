@@ -38,6 +38,7 @@ class WorkerProcess:
             self.close()
             raise
         self.address, self.pid, self.epoch = started["address"], started["pid"], started["epoch"]
+        self.ranks_address = started["ranks_address"]
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self.process.stdin is not None
