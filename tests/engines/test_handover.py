@@ -99,23 +99,10 @@ def test_a_batch_of_handed_over_requests_decodes_together() -> None:
 def test_speculative_rings_of_unequal_width_hand_over() -> None:
     """Prefill without speculation (ring of r) to decode that verifies two tokens at once (ring of r + 1)."""
     want = whole("sparse", 4 * PAGE + 3)[0]
-    wide = ReferenceConfig(verify_window=2)
-    source, destination = Host(SPARSE, PREFILL), Host(SPARSE, DECODE, _with_ring(wide))
+    source, destination = Host(SPARSE, PREFILL), Host(ReferenceConfig(verify_window=2), DECODE)
     arrived = hand_over(source, source.prefill("r", prompt_ids(4 * PAGE + 3)), destination)
     destination.decode([arrived], STEPS)
     assert same_logits(arrived, want)
-
-
-def _with_ring(config: ReferenceConfig) -> object:
-    """An engine with a wider ring that is still the same model."""
-    from sglang_pd.engines.reference import ReferenceEngine
-
-    class SameModel(ReferenceConfig, frozen=True, kw_only=True):
-        @property
-        def fingerprint(self) -> str:
-            return SPARSE.fingerprint
-
-    return ReferenceEngine(SameModel(verify_window=config.verify_window))
 
 
 def test_sampler_state_travels() -> None:

@@ -289,6 +289,7 @@ def test_models_of_fewer_kinds_run_and_have_fewer_components() -> None:
 def test_the_fingerprint_is_of_everything_that_makes_the_model() -> None:
     changes: list[dict[str, object]] = [{}, {"seed": 1}, {"window": 13}, {"coupling": "soft"}, {"qsa_budget": 12}]
     assert len({ReferenceConfig(**c).fingerprint for c in changes}) == len(changes)  # type: ignore[arg-type]
+    assert ReferenceConfig(verify_window=2, ple_offload=True).fingerprint == SPARSE.fingerprint
 
 
 def test_configuration_layout_and_books_need_no_torch() -> None:

@@ -25,7 +25,8 @@ class ReferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     and tokens by index score within the budgets; `soft` selects all and adds the score to the attention logits, so that
     every index state shows in the output. verify_window: tokens of a speculative step, 1 without; the pending ring has
     qsa_ratio + verify_window - 1 slots. window: keys a sliding-window query sees before its own position. mla_rope 0:
-    no rotary part (and no such region). *_budget: in tokens. seed: of the weights.
+    no rotary part (and no such region). *_budget: in tokens. seed: of the weights. ple_offload: PLE state lies in host
+    memory beside the device's.
     """
 
     layers: tuple[LayerKind, ...] = ("gdn", "gdn", "qsa", "gdn", "full", "qsa", "swa", "mla")
@@ -59,6 +60,7 @@ class ReferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ple_kernel: Annotated[int, Meta(ge=2, le=64)] = 4
     eos: Annotated[int, Meta(ge=0, le=65_536)] = 2
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    ple_offload: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.layers)
@@ -102,8 +104,12 @@ class ReferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model: the weights follow from the configuration."""
-        return f"reference-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(self))}"
+        """Identity of the model: the weights follow from the configuration.
+
+        Left out: what only one side's memory depends on (the ring's width, and where PLE state lies).
+        """
+        model = msgspec.structs.replace(self, verify_window=1, ple_offload=False)
+        return f"reference-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(model))}"
 
     @property
     def page_multiple(self) -> int:
@@ -171,5 +177,5 @@ def _recurrent(c: ReferenceConfig) -> list[ComponentSpec]:
         columns = (c.ple_kernel - 1) * c.ngram
         conv = RegionSpec("conv", c.ple_layers, "float64", c.hidden, (columns,), replicated=True)
         ngram = RegionSpec("ngram", c.ple_layers, "int64", c.ngram - 1, replicated=True, initial=c.eos)
-        found.append(ComponentSpec("PLE", "slots", (conv, ngram)))
+        found.append(ComponentSpec("PLE", "slots", (conv, ngram), device="cpu" if c.ple_offload else ""))
     return found

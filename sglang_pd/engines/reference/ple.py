@@ -11,7 +11,7 @@ import torch
 from sglang_pd.engines.reference.config import ReferenceConfig
 from sglang_pd.engines.reference.gdn import causal_conv
 from sglang_pd.engines.reference.grid import act, project, rms, sigmoid, snap
-from sglang_pd.engines.reference.step import Step
+from sglang_pd.engines.reference.step import Step, put, take
 from sglang_pd.engines.reference.weights import Ple
 
 MASK = 2**62 - 1
@@ -40,15 +40,15 @@ def rows_of(tokens: torch.Tensor, w: Ple) -> torch.Tensor:
 
 def ple_layer(x: torch.Tensor, w: Ple, step: Step, conv: torch.Tensor, config: ReferenceConfig) -> torch.Tensor:
     """What the embedding adds to the hidden states. conv: pool [slots, hidden, (K - 1) * ngram]; it advances."""
-    if step.history is None:
+    if step.history is None or step.slot is None:
         raise TypeError("ple_layer is for stages with PLE layers")
     rows = rows_of(grams(step.history, step.ids, config.eos), w)
     embedded = w.table[rows].flatten(-2)
     value, key = project(embedded, w.into)
     agreement = (rms(key) * rms(x)).sum(-1, keepdim=True) / config.hidden**0.5
     gated = snap(sigmoid(snap(agreement)) * value)
-    mixed, left = causal_conv(conv[step.slot], rms(gated), w.conv, config.ngram)
-    conv[step.slot] = left
+    mixed, left = causal_conv(take(conv, step.slot), rms(gated), w.conv, config.ngram)
+    put(conv, step.slot, left)
     return snap(gated + act(mixed))
 
 

@@ -12,7 +12,7 @@ from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.mla import MlaPools, mla_layer
 from sglang_pd.engines.reference.ple import next_history, ple_layer
 from sglang_pd.engines.reference.qsa import QsaPools, choose_blocks, commit_coordinates, coordinates_before
-from sglang_pd.engines.reference.step import Step
+from sglang_pd.engines.reference.step import Step, put, take
 from sglang_pd.engines.reference.weights import Attention, Cut, Gdn, Layer, Mla, Mlp, Weights
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.protocol.kinds import PLE_NGRAM_STATE_LAYER_ID, QSA_ROPE_STATE_LAYER_ID
@@ -35,18 +35,22 @@ class Stage:
         """All layers over the new tokens. x, result: float64 [B, n, hidden]."""
         if self._rope_ring is not None and step.qsa is not None:
             step.rope_ring = coordinates_before(self._rope_ring, step.qsa)
-        if self._history is not None:
-            step.history = self._history[step.slot].clone()
+        if self._history is not None and step.slot is not None:
+            step.history = take(self._history, step.slot)
         for number, layer in self.weights.layers.items():
             if layer.ple is not None:
                 x = snap(x + ple_layer(x, layer.ple, step, self._pool["PLE", number, "conv"], self.config))
-                if number == self._last_ple and self._history is not None and step.history is not None:
-                    self._history[step.slot] = next_history(step.history, step.ids)
+                if number == self._last_ple:
+                    self._advance_history(step)
             x = snap(x + self._mix(number, layer, rms(x), step))
             if number == self._last_qsa and self._rope_ring is not None and step.qsa is not None:
                 commit_coordinates(self._rope_ring, step, step.qsa)
             x = snap(x + self._mlp(layer.mlp, rms(x)))
         return x
+
+    def _advance_history(self, step: Step) -> None:
+        if self._history is not None and step.history is not None and step.slot is not None:
+            put(self._history, step.slot, next_history(step.history, step.ids))
 
     def _mlp(self, w: Mlp, x: torch.Tensor) -> torch.Tensor:
         gate, up = project(x, w.into)

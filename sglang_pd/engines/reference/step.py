@@ -80,6 +80,16 @@ class Keys:
         return rows
 
 
+def take(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of a pool that may lie in host memory, on the device of `slots`. A copy."""
+    return pool[slots.to(pool.device)].to(slots.device)
+
+
+def put(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows of a pool that may lie in host memory."""
+    pool[slots.to(pool.device)] = rows.to(pool.device)
+
+
 @dataclass(frozen=True)
 class Closing:
     """Groups of QSA keys that close in this step, of all sequences. int64 [groups] unless said otherwise.
