@@ -25,6 +25,8 @@ from sglang_pd.worker.link import Party
 
 MAX_CALLERS: Final = 1_024
 """Conversations that others started and both agreed to."""
+NOW_S: Final = float("-inf")
+"""A time that is always due."""
 MAX_STRANGERS: Final = 64
 """Conversations that others started and that are not agreed; the oldest goes first, and may say Hello again."""
 
@@ -89,7 +91,7 @@ class Conversation:
     verdict: Verdict | None = None
     liveness_s: float = 0.0
     error: ErrorInfo | None = None
-    next_send_s: float = 0.0
+    next_send_s: float = NOW_S
     used_s: float = 0.0
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
@@ -112,7 +114,7 @@ class Conversation:
         """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
         self.own_epoch = new_epoch()
-        self.paired, self.next_send_s, self.renewal = {}, 0.0, None
+        self.paired, self.next_send_s, self.renewal = {}, NOW_S, None
 
 
 def hello(own: Self) -> Hello:

@@ -17,6 +17,7 @@ from sglang_pd.protocol.messages import Heartbeat, Hello, HelloConfirm, HelloRep
 from sglang_pd.worker.conversation import (
     MAX_CALLERS,
     MAX_STRANGERS,
+    NOW_S,
     Conversation,
     Self,
     Stage,
@@ -69,7 +70,7 @@ class Peering:
         self._by_epoch: dict[int, Conversation] = {}
         self._sequence = 0
         self._refusals_left = float(REFUSALS_PER_S)
-        self._refilled_s = 0.0
+        self._refilled_s = float("inf")
         self.counts: Counter[str] = Counter()
         self.draining = False
 
@@ -211,7 +212,7 @@ class Peering:
         for talk in self._called.values():
             if talk.stage is Stage.AGREED:
                 talk.renew()
-                talk.next_send_s = 0.0
+                talk.next_send_s = NOW_S
 
     def _settled(self, talk: Conversation, current: Conversation) -> None:
         if current is not talk and current.stage is Stage.AGREED:
@@ -247,7 +248,9 @@ class Peering:
 
     def _refuse(self, party: Party, received: Received | None, error: RemoteProtocolError, now_s: float) -> None:
         self.counts[f"refused_{error.code}"] += 1
-        self._refusals_left = min(REFUSALS_PER_S, self._refusals_left + (now_s - self._refilled_s) * REFUSALS_PER_S)
+        self._refusals_left = min(
+            REFUSALS_PER_S, self._refusals_left + max(0.0, now_s - self._refilled_s) * REFUSALS_PER_S
+        )
         self._refilled_s = now_s
         message = received.message if received else None
         if self._refusals_left < 1 or isinstance(message, Refusal):

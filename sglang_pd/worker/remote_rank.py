@@ -18,7 +18,7 @@ class RemoteRank:
         self.link = Link(curve)
         self._control = self.link.call(address)
         self._heartbeat_s = heartbeat_s
-        self._next_s = 0.0
+        self._next_s = float("-inf")
         self.agent: RankAgent | None = None
 
     def report(self, report: AnyReport) -> None:
