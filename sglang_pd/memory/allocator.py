@@ -49,6 +49,11 @@ def instance_index_bytes(layouts: list[RankLayout]) -> dict[AnySpace, int]:
     return total
 
 
+def window_pages(window_tokens: int, step_tokens: int, page_tokens: int) -> int:
+    """Most pages that a window and the step behind it can lie on, wherever they begin."""
+    return -(-(window_tokens + step_tokens - 1) // page_tokens) + 1
+
+
 class Allocator:
     """Hands out leases. One an instance, owned by its control thread: all ranks of the instance share the indices.
 
@@ -103,23 +108,33 @@ class Allocator:
         self.leases[lease.generation] = lease
         return lease
 
-    def fits(self, tokens: int) -> bool:
-        """True where an empty pool could hold a request of `tokens` positions."""
+    def fits(self, tokens: int, step_tokens: int = 1) -> bool:
+        """True where an empty pool could hold a request of `tokens` positions.
+
+        step_tokens: most positions one step computes (prefill: its chunk): a sliding-window pool must hold the window
+        before a step and the step itself at once.
+        """
         try:
-            self._require_fits(tokens)
+            self._require_fits(tokens, step_tokens)
         except RoomError:
             return False
         return True
 
-    def _require_fits(self, tokens: int) -> None:
+    def _require_fits(self, tokens: int, step_tokens: int = 1) -> None:
         for space, pool in self.pools.items():
-            if isinstance(space, Page):
-                first, stop = self._span(space, tokens, tokens)
-                if stop - first > pool.size:
-                    raise RoomError(
-                        "the request can never fit", code="prompt_too_long", where=str(space),
-                        expected=f"at most {pool.size} pages of {space.of.page_len} tokens", actual=f"{tokens} tokens",
-                    )  # fmt: skip
+            if not isinstance(space, Page):
+                continue
+            pages = -(-tokens // space.of.page_len)
+            if isinstance(space.of, SwaTok):
+                pages = min(pages, window_pages(space.of.window_tokens, step_tokens, space.of.page_tokens))
+            if pages > pool.size:
+                raise RoomError(
+                    "the request can never fit",
+                    code="prompt_too_long",
+                    where=str(space),
+                    expected=f"at most {pool.size} pages of {space.of.page_len} tokens",
+                    actual=f"{pages} pages for {tokens} tokens, {step_tokens} at once",
+                )
 
     @staticmethod
     def _span(space: Page, tokens: int, window_stop: int) -> tuple[int, int]:

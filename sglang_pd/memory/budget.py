@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from sglang_pd.memory.allocator import window_pages
 from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import ConfigError
@@ -57,8 +58,7 @@ class Budget:
 
 def window_pool_tokens(rows: int, window_tokens: int, step_tokens: int, page_tokens: int) -> int:
     """Sliding-window slots with which `rows` requests, each taking up to `step_tokens` at once, never wait."""
-    pages = -(-(window_tokens + step_tokens) // page_tokens) + 1
-    return rows * pages * page_tokens
+    return rows * window_pages(window_tokens, step_tokens, page_tokens) * page_tokens
 
 
 def lines_of(layout: RankLayout) -> tuple[Line, ...]:

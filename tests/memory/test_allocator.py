@@ -103,6 +103,8 @@ def test_all_or_nothing() -> None:
         a.lease(10 * PAGE + 1)
     assert never.value.code == "prompt_too_long"
     assert (a.fits(10 * PAGE), a.fits(10 * PAGE + 1)) == (True, False)
+    assert (a.fits(10 * PAGE, step_tokens=3 * PAGE), a.fits(10 * PAGE, step_tokens=5 * PAGE)) == (True, False)
+    assert a.fits(5 * PAGE, step_tokens=99)
     with pytest.raises(RoomError) as empty:
         a.lease(0)
     assert empty.value.code == "prompt_empty"

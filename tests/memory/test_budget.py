@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from support.hybrid_state import capacity, hybrid_state
 
+from sglang_pd.memory.allocator import window_pages
 from sglang_pd.memory.budget import plan_budget, window_pool_tokens
 from sglang_pd.memory.layout import Capacity, layout_rank
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
@@ -64,6 +65,14 @@ def test_the_table_shows_every_component_and_the_total() -> None:
     assert [line.split()[0] for line in lines[1:-1]] == [c.kind for c in hybrid_state().components]
     assert f"{budget.used_bytes['cpu']:,}" in lines[-1]
     assert sum(line.nbytes for line in budget.lines) <= budget.used_bytes["cpu"]
+
+
+@pytest.mark.parametrize("window", [1, 6, 8, 9, 15])
+@pytest.mark.parametrize("step", [1, 2, 8, 9, 20])
+def test_a_window_and_its_step_lie_on_as_many_pages_as_counted(window: int, step: int) -> None:
+    page = 8
+    seen = {(start + window + step - 1) // page - start // page + 1 for start in range(64)}
+    assert window_pages(window, step, page) == max(seen)
 
 
 def test_a_window_pool_holds_every_row_and_its_step() -> None:
