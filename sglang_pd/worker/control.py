@@ -171,6 +171,15 @@ class InstanceControl:
             self.desk.rank_gone(rank, self.failed, self._clock())
         elif self.desk is not None:
             self.desk.fail_all(self.failed, self._clock())
+        self._take_no_more(1.0, message)
+        self._try_pending()
+
+    def _take_no_more(self, deadline_s: float, reason: str) -> None:
+        """Refuse new rooms and peers, and tell those who are there how long this one stays."""
+        if self.peering is not None and self.desk is not None:
+            self.peering.draining = True
+            self.desk.prefill.draining = self.desk.decode.draining = True
+            self.peering.broadcast(Draining(deadline_ms=max(1, int(deadline_s * 1000)), reason=reason[:200]))
 
     # --- asked by the engine -----------------------------------------------------------------------------------------
 
@@ -214,10 +223,7 @@ class InstanceControl:
         if self.draining_until_s is not None:
             return
         self.draining_until_s = self._clock() + deadline_s
-        if self.peering is not None and self.desk is not None:
-            self.peering.draining = True
-            self.desk.prefill.draining = self.desk.decode.draining = True
-            self.peering.broadcast(Draining(deadline_ms=max(1, int(deadline_s * 1000)), reason="stopping"))
+        self._take_no_more(deadline_s, "stopping")
         self._try_pending()
 
     @property
