@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -56,11 +56,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to be prefilled. token_ids: int64 [prompt tokens], each below the vocabulary's size."""
+    """A prompt to be prefilled. token_ids: int64 [prompt tokens], each below the vocabulary's size.
+    score: the prompt's own log-probabilities are wanted (engines that are a `PromptScorer` only)."""
 
     request_id: str
     token_ids: NDArray[np.int64]
     sampling: Sampling = field(default_factory=Sampling)
+    score: bool = False
 
 
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +135,16 @@ class Output:
     token: int
     logprob: float
     logits: Any
+
+
+@runtime_checkable
+class PromptScorer(Protocol):
+    """An engine that can also say how likely the prompt's own tokens were."""
+
+    def prompt_logprobs(self, request_id: str) -> NDArray[np.float64]:
+        """float64 [prompt tokens - 1]: log-probability of each token from the second on, after the last chunk of a
+        request that was started with `score`; on the last stage."""
+        ...
 
 
 class Engine(Protocol):

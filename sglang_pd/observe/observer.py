@@ -113,6 +113,9 @@ class Observer:
     def room_opened(self, key: RoomKey, facts: RoomFacts, stage: Stage) -> None:
         """A room exists here, and is in `stage`."""
 
+    def room_named(self, key: RoomKey, generation: int) -> None:
+        """A room that was told of before anybody opened it (generation 0) got its generation."""
+
     def room_facts(self, key: RoomKey, facts: RoomFacts) -> None:
         """More is known of a room; replaces what was told before."""
 

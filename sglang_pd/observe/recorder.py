@@ -154,6 +154,16 @@ class Recorder(Observer):
             self._waiting()
             self._health.progress()
 
+    def room_named(self, key: RoomKey, generation: int) -> None:
+        """See `Observer`."""
+        named = RoomKey(key.room, generation)
+        with self._lock:
+            if named in self._rooms:
+                self.metrics.add("observer_dropped_total")
+            elif (room := self._known(key)) is not None:
+                del self._rooms[key]
+                self._rooms[named] = room
+
     def room_facts(self, key: RoomKey, facts: RoomFacts) -> None:
         """See `Observer`."""
         with self._lock:

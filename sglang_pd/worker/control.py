@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from sglang_pd.observe import PeerState
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError, from_info
 from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology
 from sglang_pd.protocol.messages import Draining, Message
@@ -41,6 +42,7 @@ from sglang_pd.worker.orders import (
 from sglang_pd.worker.peering import Peering
 from sglang_pd.worker.ranks import Ranks
 from sglang_pd.worker.verification import VerifyMode
+from sglang_pd.worker.watch import Watch
 
 PEERS: Final = "peers"
 RANKS: Final = "ranks"
@@ -103,6 +105,7 @@ class InstanceControl:
         """Lost peers whose fence is sought here: the epochs of their ranks."""
         self.failed: ErrorInfo | None = None
         self.draining_until_s: float | None = None
+        self.watch = Watch()
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +146,7 @@ class InstanceControl:
     def _all_joined(self) -> None:
         self.peering = Peering(self._own(), self.link, self)
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
+        self.desk.watch = self.watch
         calls, self._calls_before_ready = self._calls_before_ready, []
         for address, key in calls:
             self.call(address, key)
@@ -305,6 +309,7 @@ class InstanceControl:
             return
         table = self.desk.prefill if talk.source else self.desk.decode
         table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock(), own_epoch=talk.own_epoch)
+        self.watch.peer(talk.instance, talk.epoch, PeerState.READY)
         self._pair_ranks(talk)
         self._try_pending()
 
@@ -322,6 +327,7 @@ class InstanceControl:
 
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """See `peering.Heard`."""
+        self.watch.peer(talk.instance, epoch, PeerState.LOST, error.message)
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None and self.desk.sought(epoch):
@@ -335,6 +341,8 @@ class InstanceControl:
 
     def refused(self, talk: Conversation) -> None:
         """See `peering.Heard`."""
+        self.watch.peer(talk.instance or talk.address, talk.epoch, PeerState.REFUSED, str(talk.error or ""))
+        self._tell_verdict(talk)
         self._try_pending()
 
     def room_message(self, talk: Conversation, message: Message) -> None:
@@ -415,9 +423,16 @@ class InstanceControl:
         talk.paired[rank] = report.error
         if report.transport:
             talk.transports.add(report.transport)
+        if len(talk.paired) == len(self.ranks.ids):
+            self._tell_verdict(talk)
         if report.error is not None:
             talk.error = report.error
             self.peering.give_up(report.peer_epoch, report.error)
+
+    def _tell_verdict(self, talk: Conversation) -> None:
+        if self.peering is not None and talk.manifest is not None and talk.verdict is not None:
+            transport = " ".join(sorted(talk.transports))
+            self.watch.judged(self.peering.own.manifest, talk.manifest, talk.verdict, transport)
 
     def turn(self) -> None:
         """Everything that is due: queued reports, timers, handshakes, silent ranks."""

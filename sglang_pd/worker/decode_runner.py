@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord
 from sglang_pd.memory.lease import Lease
-from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.room import Role
 from sglang_pd.worker.endpoint import DecodeEndpoint
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token
 from sglang_pd.worker.parts import Parts
-from sglang_pd.worker.runner import Runner, gone
+from sglang_pd.worker.runner import Bounds, Runner, defect
+from sglang_pd.worker.watch import Watch
+
+log = logging.getLogger("sglang_pd.runner")
 
 
 @dataclass(slots=True)
@@ -37,8 +42,16 @@ class _Running:
 class DecodeRunner(Runner):
     """Runs requests from their open to their last token."""
 
-    def __init__(self, parts: Parts, endpoint: DecodeEndpoint, *, max_batch: int = 64, max_queue: int = 1024) -> None:
-        super().__init__(parts, endpoint, max_queue=max_queue, name="pd-decode-engine")
+    def __init__(
+        self,
+        parts: Parts,
+        endpoint: DecodeEndpoint,
+        *,
+        max_batch: int = 64,
+        bounds: Bounds | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(parts, endpoint, bounds or Bounds(), watch or Watch(Role.DECODE), name="pd-decode-engine")
         self._decode_endpoint = endpoint
         self._max_batch = max_batch
         self._jobs: dict[int, _Running] = {}
@@ -52,16 +65,12 @@ class DecodeRunner(Runner):
         """See `Runner`. The last token's own position is never computed."""
         return len(job.token_ids) + max(0, job.max_new_tokens - 1)
 
-    def _cancel(self, room: int, reason: str) -> None:
-        for job in [job for job in self.queued if job.room == room]:
-            self.queued.remove(job)
-            self.tell(job, Failed(gone(reason)))
-        for entry in [entry for entry in self._jobs.values() if entry.job.room == room]:
+    def _cancel_running(self, job: Job, error: ErrorInfo) -> None:
+        for entry in [entry for entry in self._jobs.values() if entry.job is job]:
             if entry.admitted:
-                self.tell(entry.job, Failed(gone(reason)))
-                self._drop(entry)
+                self._give_up(entry, error)
             else:
-                self._endpoint.abort(room, reason)
+                self._endpoint.abort(job.room, error.message, code=error.code)
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -85,14 +94,16 @@ class DecodeRunner(Runner):
         self.parts.pools.disarm(entry.lease.generation)
         if entry.failed:
             del self._jobs[entry.handle]
+            self._rooms.discard(entry.job.room)
             self.parts.allocator.fenced(entry.lease.generation)
             return
         entry.lease.disarm()
         try:
             self._admit(entry)
-        except PdError as error:
-            self.tell(entry.job, Failed(error.info()))
-            self._drop(entry)
+        except Exception as error:
+            if not isinstance(error, PdError):
+                log.exception("a defect when request %s was admitted", entry.job.request_id)
+            self._give_up(entry, defect(error))
 
     def _admit(self, entry: _Running) -> None:
         if entry.record is None:
@@ -109,12 +120,12 @@ class DecodeRunner(Runner):
             )
         self.parts.engine.admit(entry.job.request_id, record, entry.lease.tables())
         entry.admitted = True
+        self.watch.ended(entry.job, None)
         self._produce(entry, Token(record.first_token, record.first_logprob, tokens))
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        self._open_queued()
         batch = [entry for entry in self._jobs.values() if entry.admitted][: self._max_batch]
         if not batch:
             return False
@@ -123,8 +134,7 @@ class DecodeRunner(Runner):
             try:
                 entry.lease.advance(entry.position + 1)
             except PdError as error:
-                self.tell(entry.job, Failed(error.info()))
-                self._drop(entry)
+                self._give_up(entry, error.info())
                 continue
             items.append(DecodeItem(entry.job.request_id, entry.next_token, entry.lease.tables()))
             ready.append(entry)
@@ -135,10 +145,11 @@ class DecodeRunner(Runner):
     def _decode(self, ready: list[_Running], items: list[DecodeItem]) -> None:
         try:
             outputs = self.parts.engine.decode(items) or []
-        except PdError as error:
+        except Exception as error:
+            # Nobody knows which of the batch's states moved on, so none of them can be trusted.
+            log.exception("a decode step of %d requests failed", len(ready))
             for entry in ready:
-                self.tell(entry.job, Failed(error.info()))
-                self._drop(entry)
+                self._give_up(entry, defect(error))
             return
         for entry, output in zip(ready, outputs, strict=True):
             entry.lease.settle(entry.position + 1)
@@ -159,36 +170,30 @@ class DecodeRunner(Runner):
             self.tell(job, Finished(reason, len(job.token_ids), entry.produced, entry.stages_s))
             self._drop(entry)
 
+    def _give_up(self, entry: _Running, error: ErrorInfo) -> None:
+        """End a request whose memory is the engine's own by an error."""
+        self.watch.ended(entry.job, error)
+        self.tell(entry.job, Failed(error))
+        self._drop(entry)
+
     def _drop(self, entry: _Running) -> None:
         """The request is over and its memory the engine's own: give it back."""
         self._jobs.pop(entry.handle, None)
+        self._rooms.discard(entry.job.room)
         self.parts.engine.release(entry.job.request_id)
         entry.lease.release()
 
-    def _open_queued(self) -> None:
-        while self.queued:
-            job = self.queued[0]
-            try:
-                lease = self.parts.allocator.lease(self.tokens_needed(job), window_stop=len(job.token_ids))
-            except RoomError as error:
-                if error.code == "pool_exhausted":
-                    return
-                self.queued.popleft()
-                self.refuse(job, error)
-                continue
-            self.queued.popleft()
-            self._open(job, lease)
-
-    def _open(self, job: Job, lease: Lease) -> None:
+    def _begin(self, job: Job) -> None:
+        tokens = len(job.token_ids)
+        lease = self.parts.allocator.lease(self.tokens_needed(job), window_stop=tokens)
         lease.arm()
         self.parts.pools.arm(lease.tables())
         try:
-            lists = lease.lists(Prompt(len(job.token_ids)))
-            handle = self._decode_endpoint.open(job.room, job.address, job.token_ids, lists)
-        except PdError as error:
+            handle = self._decode_endpoint.open(job.room, job.address, job.token_ids, lease.lists(Prompt(tokens)))
+        except BaseException:
             self.parts.pools.disarm(lease.generation)
             lease.disarm()
             lease.release()
-            self.refuse(job, error)
-            return
-        self._jobs[handle] = _Running(job, lease, handle, time.monotonic())
+            raise
+        queue_s = time.monotonic() - self.queued[0].since_s
+        self._jobs[handle] = _Running(job, lease, handle, time.monotonic(), stages_s={"queue": queue_s})

@@ -55,6 +55,7 @@ from sglang_pd.worker.orders import (
     WroteRange,
 )
 from sglang_pd.worker.verification import Verification, VerifyMode, chosen
+from sglang_pd.worker.watch import Watch
 
 
 class Outside(Protocol):
@@ -115,6 +116,7 @@ class RoomDesk:
         self._sought: dict[int, set[int]] = {}
         self._proven: dict[int, set[str]] = {}
         self._now_s = 0.0
+        self.watch = Watch()
         self.verification = Verification(ranks, outside.order, self._believe, self._fail_decode)
 
     # --- from the engine ---------------------------------------------------------------------------------------------
@@ -129,11 +131,13 @@ class RoomDesk:
             self._refuse(facts, error)
             return
         self._known[Role.PREFILL, facts.room] = _Known(facts)
+        self.watch.requested(facts.room, facts.request_id, facts.prompt_tokens)
         self._carry(Role.PREFILL, effects)
 
     def computed(self, room: int, now_s: float) -> None:
         """Prefill: the whole prompt is computed."""
         self._now_s = now_s
+        self.watch.computed(room)
         self._local(Role.PREFILL, room, Computed())
 
     def open(self, facts: RoomFacts, peer_epoch: int, now_s: float) -> None:
@@ -164,6 +168,7 @@ class RoomDesk:
             prefix_tokens=facts.prefix_tokens,
             index_lists=facts.lists,
         )
+        self.watch.opened(message, pairing.prefill, peer_epoch)
         verify = chosen(facts.room, self._verify_mode)
         if verify:
             self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
@@ -191,9 +196,13 @@ class RoomDesk:
         if source:
             self._carry(Role.PREFILL, self.prefill.receive(peer_epoch, message, now_s))
         elif isinstance(message, RoomMessage) and self._verified(peer_epoch, message):
+            self.watch.heard(message, checked=True)
             self.verification.take(peer_epoch, message)
         else:
             self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, now_s))
+            if isinstance(message, RoomMessage):
+                self.watch.heard(message, checked=False)
+                self.watch.recorded(message, checked=False)
 
     def _verified(self, peer_epoch: int, message: RoomMessage) -> bool:
         """Whether it is of a room that runs here and is verified; anything else is for the table to answer."""
@@ -203,6 +212,7 @@ class RoomDesk:
         return not found.state.terminal and chosen(message.room, self._verify_mode)
 
     def _believe(self, peer_epoch: int, message: RoomMessage) -> None:
+        self.watch.recorded(message, checked=True)
         try:
             self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, self._now_s))
         except PdError as error:
@@ -218,6 +228,7 @@ class RoomDesk:
         self._now_s = now_s
         writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
         if isinstance(report, WroteRange):
+            self.watch.wrote(report.record, report.descriptors)
             self._local(Role.PREFILL, report.record.room, RankWrote(report.record), report.record.generation)
         elif isinstance(report, HandedOff):
             event = HandoffReady(writer=writer, covered_tokens=report.covered_tokens, record=report.record)
@@ -368,6 +379,7 @@ class RoomDesk:
             self._local(Role.PREFILL, effect.room, Fail(error.info()))
             return
         verify = chosen(effect.room, self._verify_mode)
+        self.watch.started(effect.open, pairing.decode, peer_epoch.epoch)
         self._local(Role.PREFILL, effect.room, Bound(pairing.expected(prompt)))
         self._outside.order(self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify))
 

@@ -30,6 +30,7 @@ from sglang_pd.worker.link import CurveKeys, Link
 from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.memory_view import DeviceDigest
 from sglang_pd.worker.remote_rank import RemoteRank
+from sglang_pd.worker.watch import Watch
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -77,8 +78,11 @@ def host_identity() -> str:
 class Endpoint:
     """What both roles share. Use `PrefillEndpoint` or `DecodeEndpoint`."""
 
-    def __init__(self, config: ControlConfig, setup: RankSetup, network: Network | None = None) -> None:
+    def __init__(
+        self, config: ControlConfig, setup: RankSetup, network: Network | None = None, watch: Watch | None = None
+    ) -> None:
         network = network or Network()
+        self.watch = watch or Watch()
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._handles = itertools.count(1)
@@ -98,6 +102,8 @@ class Endpoint:
             deadline_s=setup.deadline_s,
             device_digest=setup.device_digest,
         )
+        self.control.watch = self.watch
+        self.agent.source.on_posted = self.watch.posted
         self._loop = WorkerLoop(self.link, self.control, self.agent, name=f"pd-{config.instance_id}")
         self.control.attach(self.agent)
         self._loop.start()
@@ -108,6 +114,7 @@ class Endpoint:
             (self._halves.discard if half else self._halves.add)(event.handle)
             if half and self._active.get(event.room) == event.handle:
                 del self._active[event.room]
+        self.watch.event(event)
         self._events.append(event)
         os.eventfd_write(self._event_fd, 1)
 

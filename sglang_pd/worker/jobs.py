@@ -24,8 +24,18 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of a prompt's own tokens, from its second on: float64 [prompt tokens - 1]. At prefill, before
+    its `Token`, where the job asked for them."""
+
+    logprobs: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The job ended well. reason: `stop` (end token), `length`, or `handed_over` at prefill."""
+    """The job ended well. reason: `stop` (end token), `length`, or `handed_over` at prefill. stages_s: seconds spent
+    in `queue`, `compute`, `hand_over`, `decode`, those that the role has.
+    """
 
     reason: str
     prompt_tokens: int
@@ -40,16 +50,17 @@ class Failed:
     error: ErrorInfo
 
 
-Update = Token | Finished | Failed
+Update = Token | Scores | Finished | Failed
 Sink = Callable[[Update], None]
 """Called on the runner's thread; must not block."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
     """One sequence. room: of the hand-over. token_ids: int64 [prompt]. address: prefill's control, at decode only.
 
-    max_new_tokens counts the first token, which prefill chose. ignore_eos: go on past the end token.
+    request_id names it in the engine: one that no other job of this process has. max_new_tokens counts the first token,
+    which prefill chose. ignore_eos: go on past the end token. score: tell the prompt's own log-probabilities.
     """
 
     room: int
@@ -62,3 +73,5 @@ class Job:
     stop_tokens: frozenset[int] = frozenset()
     ignore_eos: bool = False
     keep_logits: bool = False
+    score: bool = False
+    traceparent: str = ""

@@ -24,11 +24,13 @@ HIGH_WATER = 10_000
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """CURVE keys in Z85 text: this worker's pair, and the public keys of those who may connect (its own included)."""
+    """CURVE keys in Z85 text: this worker's pair, and the public keys of those who may connect (its own included).
+    server: public key of those that this side calls, where they do not share its own."""
 
     public: bytes
     secret: bytes = field(repr=False)
     authorized: frozenset[bytes] = frozenset()
+    server: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,16 @@ class Link:
         return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
 
     def call(self, address: str, server_key: bytes | None = None) -> Called:
-        """Connect a DEALER; ZMQ keeps trying for as long as it is open. server_key: default this side's own key."""
+        """Connect a DEALER; ZMQ keeps trying for as long as it is open.
+
+        server_key: default `CurveKeys.server`, or this side's own key.
+        """
         dealer = self._context.socket(zmq.DEALER)
         self._prepare(dealer)
         if self._curve is not None:
             dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.public)
             dealer.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.public)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.server or self._curve.public)
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:

@@ -136,9 +136,10 @@ class Paired(Report, frozen=True, kw_only=True):
 
 
 class WroteRange(Report, frozen=True, kw_only=True):
-    """A range of one component is DONE at all destinations of this rank."""
+    """A range of one component is DONE at all destinations of this rank. descriptors: pieces it was posted in."""
 
     record: Wrote
+    descriptors: int = 0
 
 
 class HandedOff(Report, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend
@@ -11,6 +10,7 @@ from sglang_pd.memory.allocator import Allocator, Policy, instance_index_bytes
 from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.scope import Scope
+from sglang_pd.memory.views import segment_tensor
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.worker.endpoint import RankSetup
@@ -18,12 +18,17 @@ from sglang_pd.worker.endpoint import RankSetup
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How much memory, and how it is handed out. on_over_budget: called once quarantine passes its budget."""
+    """How much memory, and how it is handed out.
+
+    layout: where it was planned already; else it follows from the engine's state and the capacity. poison: a byte that
+    fills the pools at start.
+    """
 
     capacity: Capacity
     policy: Policy
     device: str = "cpu"
-    on_over_budget: Callable[[int], None] | None = None
+    layout: RankLayout | None = None
+    poison: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,12 @@ def assemble(engine: Engine, backend: Backend, memory: Memory, *, deadline_s: fl
             expected=f"a multiple of {facts.page_multiple}",
             actual=memory.capacity.page_tokens,
         )
-    layout = layout_rank(facts.state, memory.capacity, Topology(), RankId(0, 0))
+    layout = memory.layout or layout_rank(facts.state, memory.capacity, Topology(), RankId(0, 0), memory.device)
     scope = Scope(backend)
     segments = scope.allocate_layout(layout)
+    if memory.poison is not None:
+        for segment in segments:
+            segment_tensor(segment).fill_(memory.poison)
     pools = RankPools(layout, segments)
     engine.attach(pools)
     allocator = Allocator(layout.roots, memory.policy, instance_index_bytes([layout]))

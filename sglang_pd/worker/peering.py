@@ -225,8 +225,8 @@ class Peering:
             )
             return
         if talk.stage is not Stage.AGREED:
-            talk.manifest = None  # only what explains the refusal is kept
             self._heard.refused(talk)
+            talk.manifest = None  # only what explains the refusal is kept
             return
         known = self._by_epoch.get(talk.epoch)
         if known is not None and known is not talk:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
-from sglang_pd.engines.base import Output, PrefillChunk, Request
+from sglang_pd.engines.base import Output, PrefillChunk, PromptScorer, Request
 from sglang_pd.memory.lease import Lease
-from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
+from sglang_pd.protocol.room import Role
 from sglang_pd.worker.endpoint import PrefillEndpoint
 from sglang_pd.worker.events import EventKind, RoomEvent
-from sglang_pd.worker.jobs import Failed, Finished, Job, Token
+from sglang_pd.worker.jobs import Failed, Finished, Job, Scores, Token
 from sglang_pd.worker.parts import Parts
-from sglang_pd.worker.runner import Runner, gone
+from sglang_pd.worker.runner import Bounds, Runner, defect
+from sglang_pd.worker.watch import Watch
+
+log = logging.getLogger("sglang_pd.runner")
 
 
 @dataclass(slots=True)
@@ -39,9 +44,17 @@ class PrefillRunner(Runner):
     """Runs prompts one after another, oldest first; several may wait for their transfers."""
 
     def __init__(
-        self, parts: Parts, endpoint: PrefillEndpoint, *, chunk_tokens: int = 256, max_queue: int = 1024
+        self,
+        parts: Parts,
+        endpoint: PrefillEndpoint,
+        *,
+        chunk_tokens: int = 256,
+        bounds: Bounds | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        super().__init__(parts, endpoint, max_queue=max_queue, name="pd-prefill-engine")
+        super().__init__(
+            parts, endpoint, bounds or Bounds(), watch or Watch(Role.PREFILL), name="pd-prefill-engine"
+        )  # fmt: skip
         self._prefill_endpoint = endpoint
         self._chunk_tokens = chunk_tokens
         self._jobs: dict[int, _Running] = {}
@@ -55,12 +68,20 @@ class PrefillRunner(Runner):
         """See `Runner`."""
         return len(job.token_ids)
 
-    def _cancel(self, room: int, reason: str) -> None:
-        for job in [job for job in self.queued if job.room == room]:
-            self.queued.remove(job)
-            self.tell(job, Failed(gone(reason)))
-        if any(entry.job.room == room for entry in self._jobs.values()):
-            self._endpoint.abort(room, reason)
+    def check(self, job: Job) -> None:
+        """See `Runner`."""
+        super().check(job)
+        if job.score and not isinstance(self.parts.engine, PromptScorer):
+            raise RoomError(
+                "this engine does not tell the log-probabilities of prompt tokens",
+                code="request_rejected",
+                where="return_logprob",
+                hint="Ask with logprob_start_len -1.",
+            )
+
+    def _cancel_running(self, job: Job, error: ErrorInfo) -> None:
+        if any(entry.job is job for entry in self._jobs.values()):
+            self._endpoint.abort(job.room, error.message, code=error.code)
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -91,50 +112,40 @@ class PrefillRunner(Runner):
             entry.lease.release()
         if entry.ended:
             self._jobs.pop(entry.handle, None)
+            self._rooms.discard(entry.job.room)
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        self._admit()
         entry = next((e for e in self._jobs.values() if not e.stopped), None)
         if entry is None:
             return False
         try:
             self._compute(entry)
-        except PdError as error:
+        except Exception as error:  # costs this room, not those behind it
+            if not isinstance(error, PdError):
+                log.exception("a defect when request %s was computed", entry.job.request_id)
+            cause = defect(error)
             entry.stopped = True
-            self._endpoint.abort(entry.job.room, error.message, code=error.code)
+            self._endpoint.abort(entry.job.room, cause.message, code=cause.code)
             self._settle(entry)
         return True
 
-    def _admit(self) -> None:
-        """Lease memory for queued prompts, in order; the first that finds none waits, and those behind it."""
-        while self.queued:
-            job = self.queued[0]
-            try:
-                lease = self.parts.allocator.lease(len(job.token_ids), window_stop=0)
-            except RoomError as error:
-                if error.code == "pool_exhausted":
-                    return
-                self.queued.popleft()
-                self.refuse(job, error)
-                continue
-            self.queued.popleft()
-            self._begin(job, lease)
-
-    def _begin(self, job: Job, lease: Lease) -> None:
-        request = Request(job.request_id, job.token_ids, job.sampling)
+    def _begin(self, job: Job) -> None:
+        tokens = len(job.token_ids)
+        lease = self.parts.allocator.lease(tokens, window_stop=0)
         try:
+            request = Request(job.request_id, job.token_ids, job.sampling, score=job.score)
             self.parts.engine.start(request, lease.tables())
-            lists = lease.lists(Prompt(len(job.token_ids)), windows=False)
+            lists = lease.lists(Prompt(tokens), windows=False)
             handle = self._prefill_endpoint.request(job.room, job.token_ids, lists, request_id=job.request_id)
-        except PdError as error:
+        except BaseException:
             self.parts.engine.release(job.request_id)
             lease.release()
-            self.refuse(job, error)
-            return
+            raise
         lease.pin()
-        self._jobs[handle] = _Running(job, lease, handle, time.monotonic())
+        queue_s = time.monotonic() - self.queued[0].since_s
+        self._jobs[handle] = _Running(job, lease, handle, time.monotonic(), stages_s={"queue": queue_s})
 
     def _compute(self, entry: _Running) -> None:
         tokens = len(entry.job.token_ids)
@@ -164,6 +175,8 @@ class PrefillRunner(Runner):
         entry.output, entry.stopped = output, True
         entry.computed_s = time.monotonic()
         entry.stages_s["compute"] = entry.computed_s - entry.started_s
+        if job.score and isinstance(self.parts.engine, PromptScorer):
+            self.tell(job, Scores(self.parts.engine.prompt_logprobs(job.request_id)))
         if output is not None:
             logits = output.logits if job.keep_logits else None
             self.tell(job, Token(output.token, output.logprob, tokens, logits))

@@ -10,31 +10,60 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
+from sglang_pd.engines.base import PrefillChunk, Request
+from sglang_pd.memory.allocator import Allocator
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.worker.endpoint import Endpoint
 from sglang_pd.worker.events import RoomEvent
 from sglang_pd.worker.jobs import Failed, Job, Update
 from sglang_pd.worker.parts import Parts
+from sglang_pd.worker.watch import Watch
 
 log = logging.getLogger("sglang_pd.runner")
 
 IDLE_S: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a runner takes on. max_queue: jobs that wait. max_running: jobs that hold memory. max_tokens: longest prompt
+    and answer together, 0 for what engine and pools allow. wait_s: longest wait for memory."""
+
+    max_queue: int = 1024
+    max_running: int = 1024
+    max_tokens: int = 0
+    wait_s: float = 1800.0
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A job in the queue."""
+
+    job: Job
+    since_s: float
+
+
 class Runner(abc.ABC):
     """One engine thread. `submit` and `cancel` may be called by any thread; the rest runs on this one."""
 
-    def __init__(self, parts: Parts, endpoint: Endpoint, *, max_queue: int, name: str) -> None:
+    def __init__(self, parts: Parts, endpoint: Endpoint, bounds: Bounds, watch: Watch, *, name: str) -> None:
         self.parts = parts
+        self.bounds = bounds
+        self.watch = watch
         self._endpoint = endpoint
-        self._max_queue = max_queue
         self._calls: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.queued: deque[Job] = deque()
+        self.queued: deque[Waiting] = deque()
+        self._rooms: set[int] = set()
+        """Rooms of jobs that hold memory."""
+        self.draining = False
         self.progress_s = time.monotonic()
         self.tokens_done = 0
 
@@ -42,29 +71,50 @@ class Runner(abc.ABC):
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Take a job. Raises `RoomError`: `prompt_empty`, `prompt_too_long` (it can never fit), `queue_full`."""
+    def check(self, job: Job) -> None:
+        """Raise `RoomError` for a job that can never run: `prompt_empty`, `prompt_too_long`, `request_rejected`."""
         tokens = self.tokens_needed(job)
+        facts = self.parts.facts
         if not len(job.token_ids):
             raise RoomError("the request has no tokens", code="prompt_empty", where=job.request_id)
-        most = self.parts.facts.max_tokens
+        most = min(facts.max_tokens, self.bounds.max_tokens or facts.max_tokens)
         if tokens > most or not self.parts.allocator.fits(tokens):
+            held = pool_tokens(self.parts.allocator, facts.max_tokens)
             raise RoomError(
                 "the request can never fit",
                 code="prompt_too_long",
                 where=job.request_id,
-                expected=f"at most {most} tokens, prompt and answer, and what the pools hold",
+                expected=f"at most {min(most, held)} tokens, prompt and answer"
+                f" (model and limits: {most}, pools: {held})",
                 actual=f"{tokens} tokens",
             )
-        if len(self.queued) + len(self._calls) >= self._max_queue:
-            raise RoomError("the queue is full", code="queue_full", expected=f"<= {self._max_queue} waiting")
-        self._call(lambda: self.queued.append(job))
+        if int(job.token_ids.min()) < 0 or int(job.token_ids.max()) >= facts.vocab_size:
+            raise RoomError(
+                "a token outside the vocabulary",
+                code="request_rejected",
+                where=job.request_id,
+                expected=f"0 to {facts.vocab_size - 1}",
+                actual=f"{int(job.token_ids.min())} to {int(job.token_ids.max())}",
+            )
 
-    def cancel(self, room: int, reason: str) -> None:
-        """The client went away."""
-        self._call(lambda: self._cancel(room, reason))
+    def submit(self, job: Job) -> None:
+        """Take a job. Raises `RoomError`: as `check`, `queue_full`, `draining`."""
+        self.check(job)
+        if self.draining:
+            raise RoomError("the worker is stopping and takes no new requests", code="draining")
+        waiting = len(self.queued) + len(self._calls)
+        if waiting >= self.bounds.max_queue:
+            raise RoomError(
+                "the queue is full", code="queue_full", expected=f"< {self.bounds.max_queue} waiting", actual=waiting
+            )
+        self.call(lambda: self._enqueue(job))
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def cancel(self, job: Job, error: ErrorInfo) -> None:
+        """Nobody waits for the job any more. Harmless for one that has ended."""
+        self.call(lambda: self._cancel(job, error))
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Run a call on the engine's thread."""
         self._calls.append(call)
         os.eventfd_write(self._bell, 1)
 
@@ -75,6 +125,11 @@ class Runner(abc.ABC):
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
 
     @property
     def idle(self) -> bool:
@@ -91,14 +146,73 @@ class Runner(abc.ABC):
         """Token positions the job may come to hold."""
 
     @abc.abstractmethod
-    def _cancel(self, room: int, reason: str) -> None: ...
+    def _cancel_running(self, job: Job, error: ErrorInfo) -> None: ...
 
     @abc.abstractmethod
     def _on_event(self, event: RoomEvent) -> None: ...
 
     @abc.abstractmethod
+    def _begin(self, job: Job) -> None:
+        """Lease memory and begin the job's room. Raises `PdError`; `pool_exhausted`: not now."""
+
+    @abc.abstractmethod
     def _step(self) -> bool:
         """Compute something. False when there is nothing to compute now."""
+
+    # --- the queue ---------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, job: Job) -> None:
+        self.watch.queued(job)
+        self.queued.append(Waiting(job, time.monotonic()))
+
+    def _cancel(self, job: Job, error: ErrorInfo) -> None:
+        for waiting in [waiting for waiting in self.queued if waiting.job is job]:
+            self.queued.remove(waiting)
+            self._fail(job, error)
+            return
+        self._cancel_running(job, error)
+
+    def _begin_queued(self) -> None:
+        """Begin queued jobs in order; the first that finds no memory waits, and those behind it."""
+        while self.queued and self.running < self.bounds.max_running:
+            job = self.queued[0].job
+            try:
+                if job.room in self._rooms:
+                    raise RoomError("that room is already open here", code="room_duplicate", where=f"room {job.room}")
+                self._begin(job)
+            except PdError as error:
+                if error.code == "pool_exhausted" and self.running:
+                    self.watch.waits_for_memory([waiting.job for waiting in self.queued])
+                    break
+                self.queued.popleft()
+                self._fail(job, error.info())
+            except Exception as error:
+                log.exception("a defect when request %s began", job.request_id)
+                self.queued.popleft()
+                self._fail(job, defect(error))
+            else:
+                self.queued.popleft()
+                self._rooms.add(job.room)
+        self._expire()
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        while self.queued and now_s - self.queued[0].since_s > self.bounds.wait_s:
+            waiting = self.queued.popleft()
+            error = ErrorInfo(
+                code="pool_exhausted",
+                message="no memory came free in time",
+                where=waiting.job.request_id,
+                expected=f"within {self.bounds.wait_s:g} s",
+            )
+            self._fail(waiting.job, error)
+
+    def _fail(self, job: Job, error: ErrorInfo) -> None:
+        """End a job that holds nothing by an error."""
+        self.watch.ended(job, error)
+        self.tell(job, Failed(error))
+
+    # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop:
@@ -116,20 +230,38 @@ class Runner(abc.ABC):
             return True
 
     def turn(self) -> bool:
-        """Calls, events, then one step of the engine."""
+        """Calls, events, the queue, then one step of the engine."""
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             pass
-        while self._calls:
+        for _ in range(len(self._calls)):
             self._calls.popleft()()
         for event in self._endpoint.poll():
             self.progress_s = time.monotonic()
             self._on_event(event)
+        self._begin_queued()
         stepped = self._step()
         if stepped:
             self.progress_s = time.monotonic()
-        return stepped
+        self.watch.levels(len(self.queued), self.bounds.max_queue, self.parts.allocator)
+        return stepped or bool(self._calls)
+
+    def probe(self) -> int:
+        """Compute one token on the engine's own memory, with no room: the token. On this thread (`call`).
+
+        Raises `RoomError` where no memory is free, and what the engine raises.
+        """
+        lease = self.parts.allocator.lease(1, window_stop=0)
+        name = f"probe-{time.monotonic_ns()}"
+        try:
+            lease.advance(1)
+            self.parts.engine.start(Request(name, np.zeros(1, dtype=np.int64)), lease.tables())
+            output = self.parts.engine.prefill(PrefillChunk(name, 0, 1, lease.tables()))
+            return output.token if output is not None else -1
+        finally:
+            self.parts.engine.release(name)
+            lease.release()
 
     @staticmethod
     def tell(job: Job, update: Update) -> None:
@@ -139,11 +271,18 @@ class Runner(abc.ABC):
         except Exception:
             log.exception("the owner of request %s failed to take an update", job.request_id)
 
-    def refuse(self, job: Job, error: PdError) -> None:
-        """End a job by an error."""
-        self.tell(job, Failed(error.info()))
+
+def pool_tokens(allocator: Allocator, most: int) -> int:
+    """Tokens of the longest request that an empty pool holds, at most `most`."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if allocator.fits(middle) else (low, middle - 1)
+    return low
 
 
-def gone(reason: str) -> ErrorInfo:
-    """The cause when a client went away."""
-    return ErrorInfo(code="room_aborted", message=reason)
+def defect(error: Exception) -> ErrorInfo:
+    """The cause where something broke that should not."""
+    if isinstance(error, PdError):
+        return error.info()
+    return ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"[:2000])

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
+from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.bind import Chunk, IndexLists, RoomIndices, bind
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Elements
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing, Record
+from sglang_pd.protocol.plan import region_numbers
 from sglang_pd.protocol.verify import RowDigest, layer_digests
 from sglang_pd.worker.orders import (
     AnyReport,
@@ -56,6 +61,8 @@ class _Flight:
 
     chunk: Chunk
     transfers: list[tuple[Peer, Transfer]]
+    moved: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By kind: bytes, descriptors."""
 
     def states(self) -> list[TransferState]:
         return [transfer.poll() for _, transfer in self.transfers]
@@ -89,6 +96,20 @@ class _Meeting:
     pairing: Pairing
     peers: dict[RankId, Peer]
     fault: bool = False
+    kinds: dict[RankId, list[tuple[str, NDArray[np.uint32]]]] = field(default_factory=dict)
+
+    def moved(self, dst: RankId, batch: WriteBatch) -> Iterator[tuple[str, int, int]]:
+        """Kind, bytes and descriptors of a batch for one destination rank."""
+        if dst not in self.kinds:
+            numbers = region_numbers(self.pairing.decode.rank(dst))
+            self.kinds[dst] = [
+                (kind, np.array([number for number, _ in regions.values()], np.uint32))
+                for kind, regions in numbers.items()
+            ]
+        for kind, regions in self.kinds[dst]:
+            mine = np.isin(batch.dst_region, regions)
+            if count := int(np.count_nonzero(mine)):
+                yield kind, int(batch.length[mine].sum(dtype=np.uint64)), count
 
 
 class SourceSide:
@@ -115,6 +136,8 @@ class SourceSide:
         self._waiting = 0
         self.bytes_written = 0
         self.descriptors_written = 0
+        self.on_posted: Callable[[int], None] = lambda room: None
+        """Told once everything of a room is with the backend."""
 
     # --- peers -------------------------------------------------------------------------------------------------------
 
@@ -251,6 +274,8 @@ class SourceSide:
             except Exception as error:
                 self._fault(room, entry, _info(error))
                 return
+        if entry.complete:
+            self.on_posted(room)
         self._report_progress(room, entry)
 
     def _write(self, entry: _Room, meeting: _Meeting, ready: Ready) -> None:
@@ -274,6 +299,9 @@ class SourceSide:
                 flight.transfers.append((peer, transfer))
                 self.bytes_written += transfer.nbytes
                 self.descriptors_written += len(batch)
+                for kind, nbytes, count in meeting.moved(dst_rank, batch):
+                    before = flight.moved.get(kind, (0, 0))
+                    flight.moved[kind] = before[0] + nbytes, before[1] + count
         entry.next_token, entry.complete = chunk.stop, chunk.last
 
     def step(self) -> bool:
@@ -306,7 +334,7 @@ class SourceSide:
                 return
             entry.flights.popleft()
             try:
-                self._report_records(room, entry, flight.chunk)
+                self._report_records(room, entry, flight)
             except Exception as error:
                 self._fault(room, entry, _info(error))
         if entry.complete and entry.handoff and not entry.flights and not entry.faulted and not entry.halted:
@@ -314,14 +342,15 @@ class SourceSide:
             entry.handoff = None
             self._report(HandedOff(room=room, covered_tokens=covered, record=record))
 
-    def _report_records(self, room: int, entry: _Room, chunk: Chunk) -> None:
+    def _report_records(self, room: int, entry: _Room, flight: _Flight) -> None:
         if entry.begun is None or entry.indices is None:
             return
         meeting = self._meetings.get(entry.begun.peer_epoch)
         if meeting is None:
             self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
             return
-        for record in meeting.pairing.records(self._rank, entry.indices.prompt, chunk):
+        for record in meeting.pairing.records(self._rank, entry.indices.prompt, flight.chunk):
+            nbytes, descriptors = flight.moved.get(record.kind, (0, 0))
             digests = self._digests(entry, entry.indices, meeting, record)
             wrote = Wrote(
                 room=room,
@@ -333,9 +362,10 @@ class SourceSide:
                 token_start=record.start,
                 token_stop=record.stop,
                 last=record.last,
+                nbytes=nbytes,
                 digests=digests,
             )
-            self._report(WroteRange(record=wrote))
+            self._report(WroteRange(record=wrote, descriptors=descriptors))
 
     def _digests(self, entry: _Room, indices: RoomIndices, meeting: _Meeting, record: Record) -> bytes:
         if entry.begun is None or not entry.begun.verify or record.layer_start == record.layer_stop:

@@ -1,0 +1,245 @@
+"""Tells an observer what happens to rooms, from both threads that know: the engine's and the control's.
+
+A room is watched from the moment its job waits (or its endpoint call, where no runner is used) to its end: at decode
+until the engine has taken the request over, at prefill until the hand-over is done. Until decode has opened it, it has
+generation 0. Stages are what this worker can see itself: prefill's compute is part of `queue`, its turn at the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sglang_pd.memory.allocator import Allocator
+from sglang_pd.observe import Count, Observer, PeerState, Pool, Quarantine, Result, RoomKey, Stage
+from sglang_pd.observe import RoomFacts as Seen
+from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.manifest import InstanceManifest
+from sglang_pd.protocol.messages import Queued, RoomAccepted, RoomMessage, RoomOpen, StatusReply, Verdict, Wrote
+from sglang_pd.protocol.room import Role
+from sglang_pd.worker.events import EventKind, RoomEvent
+from sglang_pd.worker.jobs import Job
+
+LEVELS_S = 0.1
+"""How often pools and queue are told while work goes on."""
+CONTROL = "control"
+"""Whose decisions these are, in a dump."""
+
+_RESULTS = {EventKind.DONE: Result.DONE, EventKind.FAILED: Result.FAILED, EventKind.ABORTED: Result.ABORTED}
+
+
+@dataclass(slots=True)
+class _Room:
+    key: RoomKey
+    facts: Seen
+    job: Job | None = None
+    computed: bool = False
+    started: bool = False
+    posted: bool = False
+    records: set[Wrote] = field(default_factory=set)
+
+
+class Watch:
+    """One worker's rooms, for one observer. Safe from any thread; never raises into the worker."""
+
+    def __init__(self, role: Role = Role.DECODE, observer: Observer | None = None) -> None:
+        self.observer = observer or Observer()
+        self._prefill = role is Role.PREFILL
+        self._rooms: dict[int, _Room] = {}
+        self._lock = threading.RLock()
+        self._told_s = 0.0
+
+    # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    def queued(self, job: Job) -> None:
+        """A job waits for its turn."""
+        facts = Seen(request_id=job.request_id, traceparent=job.traceparent, prompt_tokens=len(job.token_ids))
+        with self._lock:
+            if job.room in self._rooms:
+                self.observer.count(Count.DUPLICATE_ROOM)
+                return
+            self._open(job.room, facts, Stage.QUEUE).job = job
+
+    def waits_for_memory(self, jobs: Iterable[Job]) -> None:
+        """Jobs in the queue that wait for memory rather than for their turn. Prefill has no such stage."""
+        with self._lock:
+            for job in jobs:
+                room = self._rooms.get(job.room)
+                if room is not None and room.job is job and not self._prefill:
+                    self.observer.stage(room.key, Stage.ALLOC_WAIT)
+
+    def ended(self, job: Job, error: ErrorInfo | None) -> None:
+        """The job is through with its hand-over: at decode admitted by the engine, or failed with `error`."""
+        with self._lock:
+            room = self._rooms.get(job.room)
+            if room is not None and room.job is job:
+                aborted = error is not None and error.code == "room_aborted"
+                result = Result.ABORTED if aborted else Result.FAILED if error else Result.DONE
+                self._end(job.room, result, error)
+
+    def levels(self, queued: int, limit: int, allocator: Allocator) -> None:
+        """Queue and pools as they are now."""
+        now_s = time.monotonic()
+        if queued or now_s - self._told_s >= LEVELS_S:
+            self._told_s = now_s
+            self.tell_levels(queued, limit, allocator)
+
+    def tell_levels(self, queued: int, limit: int, allocator: Allocator) -> None:
+        """The same, at once."""
+        self.observer.queue(queued, limit)
+        for space, count in allocator.counts().items():
+            self.observer.pool(Pool(str(space), count.free, count.held, count.withheld))
+        quarantine = allocator.quarantine
+        since_s = quarantine.oldest_since_s
+        self.observer.quarantine(
+            Quarantine(
+                quarantine.held_bytes,
+                quarantine.budget_bytes or 0,
+                None if since_s is None else int(since_s * 1e9),
+            )
+        )
+
+    # --- the control's thread ----------------------------------------------------------------------------------------
+
+    def requested(self, room: int, request_id: str, prompt_tokens: int) -> None:
+        """Prefill: the room's request is with the control."""
+        with self._lock:
+            if room not in self._rooms:
+                self._open(room, Seen(request_id=request_id, prompt_tokens=prompt_tokens), Stage.QUEUE)
+
+    def opened(self, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+        """Decode opens the room."""
+        with self._lock:
+            known = self._rooms.get(message.room) or self._open(message.room, Seen(), Stage.HANDSHAKE)
+            self._name(known, message, peer, peer_epoch)
+            self.observer.stage(known.key, Stage.HANDSHAKE)
+
+    def started(self, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+        """Prefill: request and open agree, chunks may be written."""
+        with self._lock:
+            known = self._rooms.get(message.room)
+            if known is not None:
+                known.started = True
+                self._name(known, message, peer, peer_epoch)
+                self._prefill_stage(known)
+
+    def computed(self, room: int) -> None:
+        """Prefill: the prompt is computed."""
+        with self._lock:
+            if (known := self._rooms.get(room)) is not None:
+                known.computed = True
+                self._prefill_stage(known)
+
+    def posted(self, room: int) -> None:
+        """Prefill: the last chunk's descriptors are with the backend."""
+        with self._lock:
+            if (known := self._rooms.get(room)) is not None:
+                known.posted = True
+                self._prefill_stage(known)
+
+    def wrote(self, record: Wrote, descriptors: int) -> None:
+        """Prefill: a record's bytes are DONE. descriptors: pieces that they were posted in."""
+        with self._lock:
+            if record.nbytes and (known := self._known(record)) is not None:
+                self.observer.bytes_moved(known.key, record.component, record.nbytes, descriptors)
+
+    def heard(self, message: RoomMessage, *, checked: bool) -> None:
+        """Decode: a message of the room came. checked: its digests are compared before it counts."""
+        with self._lock:
+            known = self._known(message)
+            if known is None:
+                return
+            if isinstance(message, RoomAccepted | Queued):
+                self.observer.stage(known.key, Stage.QUEUE)
+            elif isinstance(message, Wrote):
+                self.observer.stage(known.key, Stage.VERIFY if checked and not message.empty else Stage.WIRE)
+
+    def recorded(self, message: RoomMessage, *, checked: bool) -> None:
+        """Decode: a message counts; new records in it are bytes that arrived."""
+        records = message.wrote if isinstance(message, StatusReply) else (message,)
+        with self._lock:
+            known = self._known(message)
+            for record in records:
+                if known is None or not isinstance(record, Wrote) or record.empty or record in known.records:
+                    continue
+                known.records.add(record)
+                self.observer.stage(known.key, Stage.WIRE)
+                if checked:
+                    layers = len(record.digests) // 8
+                    self.observer.verified(known.key, record.component, layers, 0)
+                self.observer.bytes_moved(known.key, record.component, record.nbytes)
+
+    def event(self, event: RoomEvent) -> None:
+        """What the control tells the engine."""
+        with self._lock:
+            known = self._rooms.get(event.room)
+            if event.error is not None and event.error.code == "digest_mismatch" and known is not None:
+                self.observer.verified(known.key, "", 1, 1)
+            key = known.key if known is not None else RoomKey(event.room, event.generation)
+            detail = f"[{event.error.code}] {event.error.message}" if event.error else ""
+            self.observer.decision(CONTROL, event.kind.value, key, detail)
+            if known is None or (event.generation and known.key.generation not in (0, event.generation)):
+                return
+            if event.kind is EventKind.ADMITTED:
+                self.observer.stage(known.key, Stage.ADMIT)
+            elif event.kind in _RESULTS and not self._engine_ends(known, event):
+                self._end(event.room, _RESULTS[event.kind], event.error)
+
+    def _engine_ends(self, known: _Room, event: RoomEvent) -> bool:
+        """A decode room that is done ends when the engine has it."""
+        return event.kind is EventKind.DONE and not self._prefill and known.job is not None
+
+    # --- peers -------------------------------------------------------------------------------------------------------
+
+    def judged(self, own: InstanceManifest, peer: InstanceManifest, verdict: Verdict, transport: str) -> None:
+        """A verdict stands on both sides."""
+        self.observer.registration(own, peer, verdict, transport)
+
+    def peer(self, instance: str, epoch: int, state: PeerState, reason: str = "") -> None:
+        """A peer's state changed."""
+        self.observer.decision(CONTROL, f"peer {state.value}", None, f"{instance} {reason}")
+        self.observer.peer(instance, epoch, state, reason)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self, room: int, facts: Seen, stage: Stage) -> _Room:
+        known = self._rooms[room] = _Room(RoomKey(room, 0), facts)
+        self.observer.room_opened(known.key, facts, stage)
+        return known
+
+    def _known(self, message: RoomMessage) -> _Room | None:
+        known = self._rooms.get(message.room)
+        return known if known is not None and known.key.generation == message.generation else None
+
+    def _name(self, known: _Room, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+        named = RoomKey(message.room, message.generation)
+        if known.key != named:
+            self.observer.room_named(known.key, message.generation)
+            known.key = named
+        known.facts = Seen(
+            request_id=known.facts.request_id or message.request_id,
+            traceparent=known.facts.traceparent or message.traceparent,
+            peer=peer.instance_id,
+            peer_epoch=peer_epoch,
+            peer_ranks=tuple(str(rank.rank) for rank in peer.ranks),
+            prompt_tokens=message.prompt_tokens,
+            prefix_tokens=message.prefix_tokens,
+            pages={f"{packed.space:08x}": packed.count for packed in message.index_lists},
+        )
+        self.observer.room_facts(known.key, known.facts)
+        self.observer.decision(CONTROL, "opened", known.key, f"{message.prompt_tokens} tokens")
+
+    def _prefill_stage(self, known: _Room) -> None:
+        if not known.computed:
+            stage = Stage.QUEUE
+        elif not known.started:
+            stage = Stage.HANDSHAKE
+        else:
+            stage = Stage.WIRE if known.posted else Stage.POST
+        self.observer.stage(known.key, stage)
+
+    def _end(self, room: int, result: Result, error: ErrorInfo | None) -> None:
+        known = self._rooms.pop(room)
+        self.observer.room_ended(known.key, result, error)
