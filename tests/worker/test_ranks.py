@@ -1,0 +1,138 @@
+"""Instances of several processes: TP2 x PP2 prefill to TP2 decode, ranks that die, a control that is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.worker_pair import oracles, wait_until
+from support.worker_process import WorkerProcess
+
+PREFILL = {"pp": 2, "tp": 2}
+DECODE = {"pp": 1, "tp": 2}
+
+
+@dataclass
+class Instance:
+    """A control with rank (0, 0), and the processes of the other ranks."""
+
+    control: WorkerProcess
+    ranks: list[WorkerProcess]
+
+    def all_ready(self) -> bool:
+        return bool(self.control.ask("stats")["ready"])
+
+
+@contextlib.contextmanager
+def instance(role: str, topology: dict[str, int], pages: int, **conf: Any) -> Iterator[Instance]:
+    """All processes of an instance, joined."""
+    with contextlib.ExitStack() as stack:
+        common = {"topology": topology, "pages": pages, **conf}
+        control = stack.enter_context(WorkerProcess(role, ranks_bind="tcp://127.0.0.1:0", **common))
+        ranks = [
+            stack.enter_context(rank_process(control, (p, t), **common))
+            for p in range(topology["pp"])
+            for t in range(topology["tp"])
+            if (p, t) != (0, 0)
+        ]
+        found = Instance(control, ranks)
+        wait_until(found.all_ready)
+        yield found
+
+
+def rank_process(control: WorkerProcess, rank: tuple[int, int], **common: Any) -> WorkerProcess:
+    return WorkerProcess(
+        "rank", id=f"{control.conf['id']}-rank{rank}", rank=rank, control=control.ranks_address, **common
+    )
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Instance, Instance]]:
+    with instance("prefill", PREFILL, 24) as prefill, instance("decode", DECODE, 30) as decode:
+        decode.control.ask("connect", address=prefill.control.address)
+        yield prefill, decode
+
+
+def start(prefill: Instance, decode: Instance, room: int, tokens: int, **serve: Any) -> tuple[dict, dict]:
+    """A room; every rank of prefill computes its share."""
+    p = prefill.control.ask("serve", room=room, tokens=tokens, seed=room, **serve)
+    for rank in prefill.ranks:
+        rank.ask("fill", room=room, tokens=tokens, seed=room, lists=p["lists"], **serve)
+    d = decode.control.ask("open", room=room, tokens=tokens, seed=room, address=prefill.control.address)
+    return p, d
+
+
+def judge(prefill: Instance, decode: Instance, room: int, tokens: int, p: dict, d: dict) -> None:
+    """It ended well: every decode rank has the right bytes. Their memory is wiped."""
+    end = decode.control.end_of(d["handle"])
+    assert end["event"] == "done", end
+    bad = decode.control.wait(lambda line: line.get("handle") == d["handle"] and line.get("event") == "admitted")["bad"]
+    assert bad == []
+    for rank in decode.ranks:
+        assert rank.ask("judge", room=room, tokens=tokens, seed=room, lists=d["lists"])["bad"] == []
+    decode.control.released(d["handle"])
+    prefill.control.released(p["handle"])
+    clear(prefill, tokens, p)
+    clear(decode, tokens, d)
+
+
+def clear(side: Instance, tokens: int, answer: dict) -> None:
+    for rank in side.ranks:
+        rank.ask("clear", tokens=tokens, lists=answer["lists"])
+
+
+def test_all_ranks_have_their_bytes_and_a_dead_rank_fails_every_room_by_its_name(
+    pair: tuple[Instance, Instance],
+) -> None:
+    prefill, decode = pair
+    for room, tokens in ((1, 1), (2, 33), (3, 60)):
+        cuts = list(range(7, tokens, 7))
+        judge(prefill, decode, room, tokens, *start(prefill, decode, room, tokens, chunks=cuts))
+    for rank in (*prefill.ranks, *decode.ranks):
+        assert rank.ask("check")["dirty"] == 0
+    p, d = start(prefill, decode, 4, 60, chunks=[10], pause_s=30)
+    prefill.ranks[1].kill()  # rank (1, 0): last stage
+    for control, answer in ((prefill.control, p), (decode.control, d)):
+        end = control.end_of(answer["handle"])
+        assert end["event"] == "failed"
+        assert "pp1/tp0" in end["message"] or "pp1" in end["message"] + end["where"], end
+    assert not prefill.control.ask("stats")["ready"]
+    late = prefill.control.ask("serve", room=5, tokens=8, seed=5)
+    assert prefill.control.end_of(late["handle"])["code"] == "peer_lost"
+    late = decode.control.ask("open", room=5, tokens=8, seed=5, address=prefill.control.address)
+    assert decode.control.end_of(late["handle"])["code"] in ("draining", "peer_lost")
+    # Its successor at the same address is welcome.
+    for process in (prefill.control, *prefill.ranks):
+        process.kill()
+    decode.control.released(d["handle"])
+    clear(decode, 60, d)
+    port = prefill.control.address.rsplit(":", 1)[1]
+    with instance("prefill", PREFILL, 20, bind=f"tcp://127.0.0.1:{port}") as successor:
+        judge(successor, decode, 6, 40, *start(successor, decode, 6, 40, chunks=[10]))
+        oracles(successor.control, decode.control)
+
+
+def test_control_restarted_its_ranks_rejoin_and_a_peer_that_stayed_serves(pair: tuple[Instance, Instance]) -> None:
+    """The ranks outlive their control, prove that nothing of before lands, and join the new one; decode never stops."""
+    prefill, decode = pair
+    judge(prefill, decode, 1, 40, *start(prefill, decode, 1, 40, chunks=[10]))
+    p, d = start(prefill, decode, 2, 60, chunks=[10, 20], pause_s=30)
+    old = prefill.control
+    port, ranks_port = (address.rsplit(":", 1)[1] for address in (old.address, old.ranks_address))
+    old.kill()
+    end = decode.control.end_of(d["handle"])
+    assert (end["event"], end["code"]) == ("failed", "peer_lost")
+    conf = {"topology": PREFILL, "pages": 24, "bind": f"tcp://127.0.0.1:{port}", "seed": 2}
+    with WorkerProcess("prefill", ranks_bind=f"tcp://127.0.0.1:{ranks_port}", **conf) as control:
+        decode.control.released(d["handle"])
+        prefill.control = control
+        wait_until(prefill.all_ready)
+        clear(prefill, 60, p)
+        clear(decode, 60, d)
+        judge(prefill, decode, 3, 50, *start(prefill, decode, 3, 50, chunks=[10]))
+        oracles(control, decode.control)
+        for rank in (*prefill.ranks, *decode.ranks):
+            assert rank.ask("check")["dirty"] == 0
