@@ -1,7 +1,7 @@
 """Everything about one backend that needs GPUs: the conformance suite, kill -9 with kernels in flight, speed.
 
     python3 benchmarks/gpu/run_backends.py BACKEND [--wheels DIR] [--options JSON] [--env NAME=VALUE] [--out DIR]
-                                           [--parts suite,kill,speed] [--kills 100] [--lanes 8]
+                                           [--parts suite,kill,speed] [--suite-within S] [--first-pair]
 
 Run from a checkout on a machine with two GPUs (with one, the cases between two are left out and the table says so). The
 interpreter must have torch, triton, numpy, xxhash and cuda-bindings; what else is needed (msgspec, a transport) may lie
@@ -24,7 +24,6 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGED = "SGLANG_PD_BENCHMARK_STAGED"
-SUITE_WITHIN_S = 540
 
 
 def stage(wheels: Path | None) -> Path:
@@ -61,39 +60,42 @@ def suite_pairs(backend: str, gpus: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def run_suites(backend: str, options: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """The suite on each pair of devices, all at once."""
+def run_suites(backend: str, options: str, pairs: list[tuple[str, str]], within_s: float) -> dict[str, Any]:
+    """The suite on each pair of devices, all at once. What is not finished in time is told with what was."""
     running = []
     for src, dst in pairs:
         command = [sys.executable, "-m", "sglang_pd.testing", backend, "--json", "--options", options]
         command += ["--src-device", src, "--dst-device", dst]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    end = time.monotonic() + SUITE_WITHIN_S
+        log = tempfile.TemporaryFile("w+")
+        running.append((subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True), log))
+    end = time.monotonic() + within_s
     found: dict[str, Any] = {}
-    for (src, dst), process in zip(pairs, running, strict=True):
-        name = f"{src} -> {dst}"
+    for (src, dst), (process, log) in zip(pairs, running, strict=True):
+        error = ""
         try:
-            out, err = process.communicate(timeout=max(1.0, end - time.monotonic()))
-            found[name] = json.loads(out) if out.strip() else {"error": err[-4000:]}
+            _, error = process.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            found[name] = {"error": f"not finished within {SUITE_WITHIN_S} s"}
+            error = f"not finished within {within_s:.0f} s"
+        log.seek(0)
+        outcomes = [json.loads(line) for line in log if line.startswith("{")]
+        found[f"{src} -> {dst}"] = {"cases": outcomes, "finished": process.returncode in (0, 1), "error": error[-2000:]}
     return found
 
 
 def print_suites(found: dict[str, Any]) -> None:
-    """One line a pair of devices, and one a case that did not pass."""
-    for name, outcomes in found.items():
-        if isinstance(outcomes, dict):
-            print(f"suite {name}: ERROR {outcomes['error']}")
-            continue
+    """One line a pair of devices, and one a case that did not pass or has figures."""
+    for name, suite in found.items():
+        outcomes = suite["cases"]
         passed = sum(outcome["status"] == "passed" for outcome in outcomes)
         took = sum(outcome["took_s"] for outcome in outcomes)
-        print(f"suite {name}: {passed} of {len(outcomes)} passed in {took:.0f} s")
+        end = "" if suite["finished"] else f", then stopped: {suite['error']}"
+        print(f"suite {name}: {passed} of {len(outcomes)} passed in {took:.0f} s{end}")
         for outcome in outcomes:
             figures = " ".join(f"{key}={value}" for key, value in outcome.get("figures", {}).items())
             if outcome["status"] != "passed" or figures:
-                print(f"    {outcome['status']:8}{outcome['case']:28}{figures}{outcome.get('reason', '')[:1500]}")
+                reason = outcome.get("reason", "")[:1500]
+                print(f"    {outcome['status']:8}{outcome['case']:28}{outcome['took_s']:6.1f} s {figures}{reason}")
     sys.stdout.flush()
 
 
@@ -105,6 +107,8 @@ def main() -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--parts", default="suite,kill,speed")
+    parser.add_argument("--suite-within", type=float, default=540, metavar="SECONDS")
+    parser.add_argument("--first-pair", action="store_true", help="the suite on the first pair of devices alone")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=8)
     given = parser.parse_args()
@@ -122,7 +126,8 @@ def main() -> None:
     if gpus < 2:
         print("one GPU: nothing between two is run")
     if "suite" in parts:
-        figures["suite"] = run_suites(given.backend, given.options, suite_pairs(given.backend, gpus))
+        chosen = suite_pairs(given.backend, gpus)[: 1 if given.first_pair else None]
+        figures["suite"] = run_suites(given.backend, given.options, chosen, given.suite_within)
         print_suites(figures["suite"])
         write_result(f"gpu_{given.backend}", figures, given.out)
     if "kill" in parts:

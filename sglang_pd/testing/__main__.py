@@ -23,7 +23,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--src-device", help="device of the writers, e.g. cuda:0 (default: --device)")
     parser.add_argument("--dst-device", help="device of the destinations, e.g. cuda:1 (default: --device)")
     parser.add_argument("--case", action="append", dest="cases", choices=sorted(CASES), help="only this case")
-    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
+    parser.add_argument("--json", action="store_true", help="print each outcome as a line of JSON")
     return parser.parse_args()
 
 
@@ -49,12 +49,14 @@ def _print(outcome: Outcome) -> None:
     print(f"{outcome.status:8}{outcome.case:28}{outcome.took_s:7.2f} s  {figures}{outcome.reason}", flush=True)
 
 
+def _print_json(outcome: Outcome) -> None:
+    print(msgspec.json.encode(outcome).decode(), flush=True)
+
+
 def main() -> int:
     """Exit status 0 when no case failed."""
     given = _arguments()
-    outcomes = run_suite(_spec(given), given.cases, (lambda outcome: None) if given.json else _print)
-    if given.json:
-        print(msgspec.json.encode(outcomes).decode())
+    outcomes = run_suite(_spec(given), given.cases, _print_json if given.json else _print)
     failed = [outcome for outcome in outcomes if outcome.status == "failed"]
     if not given.json:
         print(f"{len(outcomes) - len(failed)} of {len(outcomes)} cases held in {sum(o.took_s for o in outcomes):.1f} s")
