@@ -173,10 +173,10 @@ def run_pair(name: str, options: Mapping[str, Any], dst: int) -> dict[str, Any]:
     return found
 
 
-def run_speed(name: str, options: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """GPU 0 to GPU 1 where there are two, and within GPU 0."""
-    pairs = {"cuda:0 -> cuda:1": 1} if gpus > 1 else {}
-    return {label: run_pair(name, options, dst) for label, dst in {**pairs, "cuda:0 -> cuda:0": 0}.items()}
+def run_speed(name: str, options: Mapping[str, Any], gpus: int, *, first_pair: bool = False) -> dict[str, Any]:
+    """GPU 0 to GPU 1 where there are two, and within GPU 0 unless only the first pair is wanted."""
+    pairs = [1, 0] if gpus > 1 else [0]
+    return {f"cuda:0 -> cuda:{dst}": run_pair(name, options, dst) for dst in pairs[: 1 if first_pair else None]}
 
 
 def print_speed(found: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--parts", default="suite,kill,speed")
     parser.add_argument("--suite-within", type=float, default=540, metavar="SECONDS")
-    parser.add_argument("--first-pair", action="store_true", help="the suite on the first pair of devices alone")
+    parser.add_argument("--first-pair", action="store_true", help="the first pair of devices alone")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=8)
     given = parser.parse_args()
@@ -139,7 +139,7 @@ def main() -> None:
     if "speed" in parts:
         from gpu_speed import print_speed, run_speed
 
-        figures["speed"] = run_speed(given.backend, json.loads(given.options), gpus)
+        figures["speed"] = run_speed(given.backend, json.loads(given.options), gpus, first_pair=given.first_pair)
         print_speed(figures["speed"])
         write_result(f"gpu_{given.backend}", figures, given.out)
     sys.stdout.flush()
