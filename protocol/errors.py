@@ -78,6 +78,11 @@ CODES: dict[str, CodeFacts] = {
     "digest_mismatch": CodeFacts("the state that arrived is not the state that was sent", 502, True),
     "lease_invalid": CodeFacts("memory was used in a state that forbids it", 500, False),
     "quarantine_full": CodeFacts("too much memory waits for a fence", 503, True),
+    # router and server
+    "unauthorized": CodeFacts("the request carries no acceptable bearer token", 401, False),
+    "request_too_large": CodeFacts("the request body exceeds its bound", 413, False),
+    "worker_unavailable": CodeFacts("no worker of a leg takes requests now; nothing was dispatched", 503, True),
+    "worker_failed": CodeFacts("a worker could not be reached, broke off or answered with an error", 502, True),
     "internal": CodeFacts("a defect of sglang-pd", 500, False),
 }
 """Every code there is, with its meaning, HTTP status hint and whether a new room may succeed."""

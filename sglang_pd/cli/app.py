@@ -33,6 +33,7 @@ COMMANDS: Final[list[Command]] = [
     Command("explain", "sglang_pd.cli.explain"),
     Command("capabilities", "sglang_pd.cli.capabilities"),
     Command("doctor", "sglang_pd.cli.doctor"),
+    Command("router", "sglang_pd.cli.router"),
     Command("keygen", "sglang_pd.cli.keygen"),
     Command("dump", "sglang_pd.cli.dump"),
 ]
@@ -49,7 +50,8 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     for name, module in COMMANDS:
-        app.command(name)(_answering(importlib.import_module(module).command))
+        loaded = importlib.import_module(module)
+        app.command(name, cls=getattr(loaded, "CommandClass", None))(_answering(loaded.command))
     return app
 
 

@@ -262,18 +262,29 @@ class RouterDecode(Section, frozen=True):
 
 
 class RouterLimits(Section, frozen=True):
-    """max_inflight: requests at once, more are 429. max_body_bytes: of one request. max_batch: sequences of one."""
+    """max_inflight: requests at once, more are 429. max_body_bytes: of one request, and of an answer that input
+    logprobs are merged into. max_batch: sequences of one. hold_bytes: of one answer that may wait in the router (an
+    event until it is whole, a JSON answer until it is complete); what is longer passes as it comes."""
 
     max_inflight: Annotated[int, Meta(ge=1, le=2**20)] = 1024
     max_body_bytes: Bytes = 32 * 2**20
     max_batch: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    hold_bytes: Bytes = 2**20
+
+
+class RouterBreaker(Section, frozen=True):
+    """failures: of one worker in a row (5xx, connections) after which it gets no requests. open_s: until one is let
+    through to see."""
+
+    failures: Annotated[int, Meta(ge=1, le=1_000_000)] = 5
+    open_s: Seconds = 5.0
 
 
 class RouterTimeouts(Section, frozen=True):
     """connect_s: a TCP connection to a leg. request_s: a whole request. probe_s: between looks at workers' health.
     cancel_s: the other leg after the first failure."""
 
-    connect_s: Seconds = 2.0
+    connect_s: Seconds = 1.0
     request_s: Seconds = 3600.0
     probe_s: Seconds = 1.0
     cancel_s: Seconds = 1.0
@@ -293,6 +304,7 @@ class RouterConfig(Section, frozen=True):
     bearer_token: Annotated[str, Meta(max_length=1024)] = ""
     worker_bearer_token: Annotated[str, Meta(max_length=1024)] = ""
     limits: RouterLimits = RouterLimits()
+    breaker: RouterBreaker = RouterBreaker()
     timeouts: RouterTimeouts = RouterTimeouts()
     log_level: LogLevel = "info"
 

@@ -1,0 +1,184 @@
+"""The router's HTTP face: an ASGI application over the dispatcher and the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang_pd.router.dispatch import Answer, Call, Dispatcher, outcome
+from sglang_pd.router.failures import Failure, RequestFailed, own
+from sglang_pd.router.request import PATHS
+from sglang_pd.router.views import Views
+
+log = logging.getLogger("sglang_pd.router")
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+"""Paths that need no token: they tell nothing but one word."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+class Completion:
+    """The endpoint of one path in `PATHS`: reads the body, dispatches, passes the answer on as fast as the client
+    takes it, and ends both legs when the client goes away."""
+
+    def __init__(self, dispatcher: Dispatcher, max_body_bytes: int) -> None:
+        self._dispatcher, self._max_body_bytes = dispatcher, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        arrived_s, path = time.monotonic(), scope["path"]
+        result = "failed"
+        try:
+            with self._dispatcher.admitted():
+                failure = await self._serve(scope, receive, send, arrived_s)
+            result = outcome(failure)
+        except RequestFailed as failed:
+            result = outcome(failed.failure)
+            await respond(send, failed.failure)
+        except (ClientGone, asyncio.CancelledError):
+            result = "cancelled"
+            self._dispatcher.metrics.add("disconnects_total", path)
+            raise
+        finally:
+            metrics = self._dispatcher.metrics
+            metrics.add("requests_total", path, result)
+            metrics.observe("request_seconds", time.monotonic() - arrived_s, path, result)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived_s: float) -> Failure | None:
+        body = await read_body(scope, receive, self._max_body_bytes)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        call = Call(scope["path"], body, headers, arrived_s)
+        with anyio.CancelScope() as present:
+            watch = asyncio.create_task(_until_gone(receive, present))
+            try:
+                answer = await self._dispatcher.dispatch(call)
+                try:
+                    return await relay(answer, send)
+                finally:
+                    await answer.close()
+            finally:
+                watch.cancel()
+        raise ClientGone
+
+
+async def _until_gone(receive: Receive, present: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    present.cancel()
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises `RequestFailed` with 413 past `limit` bytes, `ClientGone`."""
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    too_large = own("request_too_large", "the body is too large", expected=f"at most limits.max_body_bytes = {limit}")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def relay(answer: Answer, send: Send) -> Failure | None:
+    """Pass the answer on; returns the failure that ended it, if one did.
+
+    A stream that fails ends with an error event; anything else that fails after its beginning is cut off, which is
+    all that HTTP leaves: the client sees an incomplete answer.
+    """
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    try:
+        while chunk := await answer.next():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except RequestFailed as failed:
+        if not answer.is_stream:
+            raise ConnectionResetError(f"the answer was cut off: {failed}") from failed
+        await send({"type": "http.response.body", "body": answer.tail(failed.failure), "more_body": False})
+        return failed.failure
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return None
+
+
+async def respond(send: Send, failure: Failure) -> None:
+    """Answer with a failure before anything was sent."""
+    body = failure.json()
+    fields = [("content-type", "application/json"), ("content-length", str(len(body))), *failure.headers()]
+    headers = [(name.encode(), value.encode()) for name, value in fields]
+    await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Guard:
+    """Lets requests with the right bearer token through, and everybody to `OPEN_PATHS`. Without a token: all."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._expected = app, f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection."""
+        if scope["type"] == "http" and self._expected and scope["path"] not in OPEN_PATHS:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                await respond(send, own("unauthorized", "a bearer token is needed", where="authorization").failure)
+                return
+        await self._app(scope, receive, send)
+
+
+def build_app(
+    dispatcher: Dispatcher,
+    views: Views,
+    running: Callable[[], AbstractAsyncContextManager[None]],
+    *,
+    max_body_bytes: int,
+    token: str,
+) -> ASGIApp:
+    """The application. running: what its lifespan holds open."""
+    completion = Completion(dispatcher, max_body_bytes)
+    routes = [Route(path, completion, methods=["POST"]) for path in PATHS]
+    routes += [Route(path, _guarded(view), methods=methods) for path, view, methods in views.routes()]
+    app = Starlette(
+        routes=routes,
+        lifespan=lambda app: running(),
+        exception_handlers={HTTPException: _no_route},
+    )
+    return Guard(app, token)
+
+
+def _guarded(view: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        try:
+            return await view(request)
+        except RequestFailed as failed:
+            failure = failed.failure
+            return Response(failure.json(), failure.status, dict(failure.headers()), "application/json")
+
+    return guarded
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text = f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}"
+    failure = Failure(code="request_rejected", message=text, status=status, retryable=False)
+    return Response(failure.json(), status, media_type="application/json")
