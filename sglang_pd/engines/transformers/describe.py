@@ -28,7 +28,7 @@ def describe_options(options: Mapping[str, Any] | Options) -> ModelFacts:
     """
     source = find(read(options))
     try:
-        with ShapesOnly():
+        with ShapesOnly():  # type: ignore[no-untyped-call]
             found = probe(source, source.meta_model(), "meta")
     except PdError:
         raise

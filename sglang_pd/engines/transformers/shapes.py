@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class ShapesOnly(TorchDispatchMode):
+class ShapesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, operations on the meta device that need values get plausible ones: every mask is true, every count
     one. Only shapes and precisions of the results mean anything."""
 
