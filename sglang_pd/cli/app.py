@@ -29,6 +29,8 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final[list[Command]] = [
+    Command("prefill", "sglang_pd.cli.prefill"),
+    Command("decode", "sglang_pd.cli.decode"),
     Command("check", "sglang_pd.cli.check"),
     Command("explain", "sglang_pd.cli.explain"),
     Command("capabilities", "sglang_pd.cli.capabilities"),

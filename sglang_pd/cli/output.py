@@ -17,6 +17,8 @@ SetOption = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Override one key, as in network.http_port=0. Repeatable."),
 ]
 
+ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The worker's YAML file.")]
+
 MIN_WIDTH = 100
 
 

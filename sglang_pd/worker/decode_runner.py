@@ -61,6 +61,10 @@ class DecodeRunner(Runner):
         """See `Runner`."""
         return len(self._jobs)
 
+    def jobs(self) -> list[Job]:
+        """See `Runner`."""
+        return [entry.job for entry in self._jobs.values()]
+
     def tokens_needed(self, job: Job) -> int:
         """See `Runner`. The last token's own position is never computed."""
         return len(job.token_ids) + max(0, job.max_new_tokens - 1)

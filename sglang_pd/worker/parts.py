@@ -13,6 +13,7 @@ from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.views import segment_tensor
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.worker.device_digest import digest_device_rows
 from sglang_pd.worker.endpoint import RankSetup
 
 
@@ -67,5 +68,11 @@ def assemble(engine: Engine, backend: Backend, memory: Memory, *, deadline_s: fl
     pools = RankPools(layout, segments)
     engine.attach(pools)
     allocator = Allocator(layout.roots, memory.policy, instance_index_bytes([layout]))
-    setup = RankSetup(backend=backend, components=layout.components, segments=segments, deadline_s=deadline_s)
+    setup = RankSetup(
+        backend=backend,
+        components=layout.components,
+        segments=segments,
+        deadline_s=deadline_s,
+        device_digest=digest_device_rows,
+    )
     return Parts(engine, facts, backend, scope, layout, pools, allocator, setup)

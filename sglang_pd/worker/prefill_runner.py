@@ -64,6 +64,10 @@ class PrefillRunner(Runner):
         """See `Runner`."""
         return len(self._jobs)
 
+    def jobs(self) -> list[Job]:
+        """See `Runner`."""
+        return [entry.job for entry in self._jobs.values()]
+
     def tokens_needed(self, job: Job) -> int:
         """See `Runner`."""
         return len(job.token_ids)

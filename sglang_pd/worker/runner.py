@@ -31,12 +31,12 @@ IDLE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a runner takes on. max_queue: jobs that wait. max_running: jobs that hold memory. max_tokens: longest prompt
-    and answer together, 0 for what engine and pools allow. wait_s: longest wait for memory."""
+    """What a runner takes on. max_queue: jobs that wait. max_running: jobs that hold memory. max_prompt_tokens: 0
+    for what engine and pools allow. wait_s: longest wait for memory."""
 
     max_queue: int = 1024
     max_running: int = 1024
-    max_tokens: int = 0
+    max_prompt_tokens: int = 0
     wait_s: float = 1800.0
 
 
@@ -66,6 +66,13 @@ class Runner(abc.ABC):
         self.draining = False
         self.progress_s = time.monotonic()
         self.tokens_done = 0
+        self.most_tokens = min(self._limits().values())
+        """Longest prompt and answer together that can ever run here."""
+
+    def _limits(self) -> dict[str, int]:
+        """What bounds a request, by name, in tokens."""
+        most = self.parts.facts.max_tokens
+        return {"model": most, "pools": pool_tokens(self.parts.allocator, most)}
 
     def start(self) -> None:
         """Start the thread."""
@@ -77,15 +84,22 @@ class Runner(abc.ABC):
         facts = self.parts.facts
         if not len(job.token_ids):
             raise RoomError("the request has no tokens", code="prompt_empty", where=job.request_id)
-        most = min(facts.max_tokens, self.bounds.max_tokens or facts.max_tokens)
-        if tokens > most or not self.parts.allocator.fits(tokens):
-            held = pool_tokens(self.parts.allocator, facts.max_tokens)
+        longest = self.bounds.max_prompt_tokens
+        if longest and len(job.token_ids) > longest:
+            raise RoomError(
+                "the prompt is longer than this worker takes",
+                code="prompt_too_long",
+                where="limits.max_prompt_tokens",
+                expected=f"at most {longest} tokens",
+                actual=f"{len(job.token_ids)} tokens",
+            )
+        if tokens > self.most_tokens:
+            limits = ", ".join(f"{name} {tokens}" for name, tokens in self._limits().items())
             raise RoomError(
                 "the request can never fit",
                 code="prompt_too_long",
-                where=job.request_id,
-                expected=f"at most {min(most, held)} tokens, prompt and answer"
-                f" (model and limits: {most}, pools: {held})",
+                where="input_ids, max_new_tokens",
+                expected=f"at most {self.most_tokens} tokens, prompt and answer ({limits})",
                 actual=f"{tokens} tokens",
             )
         if int(job.token_ids.min()) < 0 or int(job.token_ids.max()) >= facts.vocab_size:
@@ -112,6 +126,15 @@ class Runner(abc.ABC):
     def cancel(self, job: Job, error: ErrorInfo) -> None:
         """Nobody waits for the job any more. Harmless for one that has ended."""
         self.call(lambda: self._cancel(job, error))
+
+    def cancel_all(self, error: ErrorInfo) -> None:
+        """Give up everything that is queued or running."""
+
+        def every() -> None:
+            for job in [*(waiting.job for waiting in self.queued), *self.jobs()]:
+                self._cancel(job, error)
+
+        self.call(every)
 
     def call(self, call: Callable[[], None]) -> None:
         """Run a call on the engine's thread."""
@@ -140,6 +163,10 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def running(self) -> int:
         """Jobs that hold memory."""
+
+    @abc.abstractmethod
+    def jobs(self) -> list[Job]:
+        """Jobs that hold memory. On the engine's thread."""
 
     @abc.abstractmethod
     def tokens_needed(self, job: Job) -> int:

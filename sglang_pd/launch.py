@@ -1,0 +1,64 @@
+"""The processes of a deployment: a worker in this one, and others started, watched and ended as a group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, Final
+
+import msgspec
+
+from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, cautions
+from sglang_pd.config.address import Address
+from sglang_pd.observe import configure_logging
+from sglang_pd.server.serve import listen, serve
+from sglang_pd.worker.service import WorkerService
+
+log = logging.getLogger("sglang_pd.launch")
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a thread keeps the interpreter: the engine's must not delay the control's by Python's default of 5 ms."""
+READY: Final = "ready"
+
+
+def run_worker(config: WorkerConfig) -> None:
+    """Be a worker until SIGTERM or SIGINT, then drain. For a process that is ours from the start: sets what the
+    transport's library reads from the environment.
+
+    Prints one line of JSON on standard output once it serves, with the addresses in force. Raises what `WorkerService`
+    raises, and `ConfigError` for a port that is taken.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    configure_logging(config.log_level)
+    apply_environment(backend_settings(config), os.environ)
+    for caution in cautions(config):
+        log.warning("%s", caution)
+    listener = listen(config.http_address)
+    with listener:
+        service = WorkerService(config)
+        http = Address(config.advertised_host, listener.getsockname()[1])
+        try:
+            serve(service, listener, on_ready=lambda: announce(facts(service, http)))
+        finally:
+            service.close()
+
+
+def facts(service: WorkerService, http: Address) -> dict[str, Any]:
+    """What a worker announces once it serves."""
+    return {
+        "event": READY,
+        "role": service.role.value,
+        "instance": service.name,
+        "url": http.url(),
+        "bootstrap_port": service.bootstrap_port,
+        "backend": service.config.backend.name,
+        "engine": service.config.engine.name,
+        "pid": os.getpid(),
+    }
+
+
+def announce(line: dict[str, Any]) -> None:
+    """One line of JSON on standard output, at once."""
+    sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+    sys.stdout.flush()

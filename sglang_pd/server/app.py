@@ -1,0 +1,62 @@
+"""The routes of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from sglang_pd.server import generate, openai, status
+from sglang_pd.server.asgi import Guard
+from sglang_pd.server.batch import Worker
+from sglang_pd.server.tokenizer import tokenizer_of
+from sglang_pd.worker.service import WorkerService
+
+Answer = Callable[[Request, Worker], Awaitable[Response]]
+
+ROUTES: Final[tuple[tuple[str, tuple[str, ...], Answer], ...]] = (
+    ("/generate", ("POST", "PUT"), generate.generate),
+    ("/v1/completions", ("POST",), openai.completions),
+    ("/v1/chat/completions", ("POST",), openai.chat),
+    ("/v1/models", ("GET",), status.models),
+    ("/health", ("GET",), status.health),
+    ("/health_generate", ("GET",), status.health_generate),
+    ("/ready", ("GET",), status.ready),
+    ("/server_info", ("GET",), status.server_info),
+    ("/get_server_info", ("GET",), status.server_info),
+    ("/model_info", ("GET",), status.model_info),
+    ("/get_model_info", ("GET",), status.model_info),
+    ("/flush_cache", ("GET", "POST"), status.flush_cache),
+    ("/metrics", ("GET",), status.metrics),
+    ("/peers", ("GET",), status.peers),
+)
+"""Path, methods, and what answers. The `get_` forms are SGLang's older names."""
+
+
+def build_app(service: WorkerService) -> ASGIApp:
+    """The ASGI application of a worker. Raises `ConfigError` for a checkpoint's tokenizer that cannot be read."""
+    config = service.config
+    tokenizer = tokenizer_of(config.engine.options, service.parts.facts)
+    worker = Worker(service, tokenizer, model_name(service))
+    routes = [Route(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
+    return Guard(Starlette(routes=routes), leg=worker.leg, bearer_token=config.security.bearer_token)
+
+
+def model_name(service: WorkerService) -> str:
+    """What clients call the model: its checkpoint folder, its class, or its engine."""
+    options = service.config.engine.options
+    random = options.get("random")
+    name = options.get("path") or (random.get("class") if isinstance(random, dict) else None)
+    return str(name or service.config.engine.name)
+
+
+def _bound(answer: Answer, worker: Worker) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await answer(request, worker)
+
+    return endpoint

@@ -1,0 +1,168 @@
+"""What all routes share: bounded bodies, streams that notice a client that went away, errors, tokens, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.server.bodies import MAX_BODY_BYTES
+from sglang_pd.server.errors import Failure
+
+log = logging.getLogger("sglang_pd.server")
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")
+"""What probes and scrapers read carries no token."""
+Value = TypeVar("Value")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises `Failure` for one that is too large."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise Failure(
+                RoomError(
+                    "the body is too large",
+                    code="request_rejected",
+                    where="body",
+                    expected=f"<= {MAX_BODY_BYTES} bytes",
+                )  # fmt: skip
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
+    """Do `work` unless the client goes away first: then it is cancelled. Raises `ClientGone`."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        for task in (working, watching):
+            with contextlib.suppress(BaseException):
+                await task
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. The first one is awaited before the status is sent, so that an early failure has its own.
+
+    events: payloads without `data:`; it is closed when the client goes away, at any moment.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], failed: Callable[[Failure], dict[str, Any]]) -> None:
+        self.background = None
+        self.status_code = 200
+        self._events = events
+        self._failed = failed
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or stop when nobody reads."""
+        try:
+            first = await while_connected(receive, _next(self._events))
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._send_all(first, send))
+        except ClientGone:
+            pass
+        finally:
+            await _close(self._events)
+
+    async def _send_all(self, first: bytes | None, send: Send) -> None:
+        async def event(payload: bytes) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + payload + b"\n\n", "more_body": True})
+
+        payload = first
+        try:
+            while payload is not None:
+                await event(payload)
+                payload = await _next(self._events)
+        except Failure as failure:
+            await event(msgspec.json.encode(self._failed(failure)))
+        await event(b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(events, None)
+
+
+async def _close(events: AsyncIterator[bytes]) -> None:
+    close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
+class Guard:
+    """Outermost layer: the bearer token, and every error as JSON."""
+
+    def __init__(self, app: ASGIApp, *, leg: str, bearer_token: str) -> None:
+        self._app, self._leg, self._token = app, leg, bearer_token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._token and not scope["path"].startswith(OPEN_PATHS) and not self._may(scope):
+            error = {"type": "authentication_error", "code": "unauthorized", "message": "a bearer token is needed"}
+            body = {"error": {**error, "leg": self._leg, "room": None, "retryable": False}}
+            await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+            return
+        started = False
+
+        async def sending(message: Any) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except ClientGone:
+            log.info("%s: the client went away", scope["path"])
+        except Exception as error:
+            failure = self._failure(error, scope["path"])
+            if not started:
+                await failure.response(self._leg)(scope, receive, send)
+
+    def _may(self, scope: Scope) -> bool:
+        given = Headers(scope=scope).get("authorization", "")
+        kind, _, token = given.partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
+
+    def _failure(self, error: Exception, path: str) -> Failure:
+        if isinstance(error, Failure):
+            return error
+        if isinstance(error, PdError):
+            return Failure(error)
+        log.error("a defect answering %s", path, exc_info=error)
+        return Failure(RoomError(f"{type(error).__name__}: {error}"[:500], code="internal", where=path))

@@ -1,0 +1,180 @@
+"""Request bodies: decoded strictly, and what is asked for but cannot be done is refused by name, never ignored."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from sglang_pd.protocol.errors import RoomError
+
+MAX_BODY_BYTES: Final = 32 * 2**20
+MAX_SEQUENCES: Final = 1024
+MAX_STOPS: Final = 64
+MAX_ROOM: Final = 2**63 - 1
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Room = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Host = Annotated[str, Meta(min_length=1, max_length=300)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
+
+NO_MATTER: Final = frozenset(
+    {
+        "model", "user", "metadata", "store", "service_tier", "background", "log_metrics", "no_logs", "priority",
+        "separate_reasoning", "stream_reasoning", "skip_special_tokens", "spaces_between_special_tokens",
+        "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "safety_identifier", "prompt_cache_key",
+        "extra_key", "cache_salt",
+    }
+)  # fmt: skip
+"""Fields that change no answer of ours: any value is taken."""
+
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "parallel_tool_calls": (True,),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "top_logprobs_num": (0,),
+    "modalities": (["text"],),
+}
+"""Fields that are not supported: only these values, and null, false and empty ones, are taken."""
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request may carry: its room, or rooms, as a router injects them."""
+
+    bootstrap_host: Host | list[Host | None] | None = None
+    bootstrap_port: Port | list[Port | None] | None = None
+    bootstrap_room: Room | list[Room] | None = None
+    rid: str | list[str] | None = None
+    stream: bool = False
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as SGLang names it. max_new_tokens: default 128, or what fits."""
+
+    max_new_tokens: Count | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    n: Choices = 1
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    sampling_seed: Seed | None = None
+
+
+class GenerateBody(Body, frozen=True, kw_only=True):
+    """Body of `/generate`. logprob_start_len: first prompt token whose log-probability is wanted, -1 for none."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    return_text_in_logprobs: bool = False
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class OpenAIBody(Body, frozen=True, kw_only=True):
+    """What completions and chats share."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    n: Choices | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    seed: Seed | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+
+
+class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
+    """Body of `/v1/completions`. logprobs: 0 tells those of the chosen tokens; more are not supported."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a conversation: text, or parts that are text."""
+
+    role: Annotated[str, Meta(max_length=64)]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+
+
+def decode(raw: bytes, schema: type[AnyBody]) -> AnyBody:
+    """A body as its struct. Raises `RoomError` (`request_rejected`, 400) naming the field."""
+    try:
+        data = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise _rejected("the body is not JSON", "body", actual=str(error)) from None
+    if not isinstance(data, dict):
+        raise _rejected("the body is not an object", "body", expected="{...}", actual=type(data).__name__)
+    return convert(data, schema, where="body")
+
+
+def convert(data: Mapping[str, Any], schema: type[AnyBody], *, where: str) -> AnyBody:
+    """The same for a part of one. where: its path."""
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    for key, value in data.items():
+        if key not in known:
+            _check_unknown(key, value, known, where)
+    try:
+        return msgspec.convert({key: value for key, value in data.items() if key in known}, schema)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        raise _rejected(text, where + place.rstrip("`")) from None
+
+
+def _check_unknown(key: str, value: Any, known: set[str], where: str) -> None:
+    empty = value is None or value is False or value in ("", [], {})
+    if key in NO_MATTER or empty or value in NEUTRAL.get(key, ()):
+        return
+    if key in NEUTRAL:
+        raise _rejected("not supported here", f"{where}.{key}", expected=NEUTRAL[key][0], actual=str(value)[:80])
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+    raise _rejected("no such field, or not supported here", f"{where}.{key[:64]}", actual=str(value)[:80], hint=hint)
+
+
+def _rejected(message: str, where: str, **facts: Any) -> RoomError:
+    return RoomError(message, code="request_rejected", where=where, **facts)

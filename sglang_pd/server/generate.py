@@ -1,0 +1,178 @@
+"""`/generate`, in SGLang's shapes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sglang_pd.protocol.errors import RoomError
+from sglang_pd.protocol.room import Role
+from sglang_pd.server.asgi import EventStream, read_body, while_connected
+from sglang_pd.server.batch import Worker, gather, merged, started
+from sglang_pd.server.bodies import GenerateBody, SamplingParams, convert, decode
+from sglang_pd.server.rooms import places
+from sglang_pd.server.sequences import Ask, Sequence
+from sglang_pd.server.tokenizer import Tokenizer
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A `/generate` request as sequences. single: it asked for one answer to one prompt, which is answered bare.
+    logprobs, start: by prompt, whether log-probabilities are told, and from which prompt token (-1: none)."""
+
+    asks: list[Ask]
+    answers: int
+    single: bool
+    logprobs: list[bool]
+    start: list[int]
+    token_text: bool
+    stream: bool
+
+
+async def generate(request: Request, worker: Worker) -> Response:
+    """Answer one request."""
+    body = decode(await read_body(request), GenerateBody)
+    wanted = plan(body, worker, request.headers.get("traceparent", "")[:128])
+    if wanted.stream:
+        return EventStream(_events(worker, wanted), lambda failure: failure.body(worker.leg))
+    sequences = await while_connected(request.receive, gather(worker, wanted.asks))
+    answers = [answer(worker, wanted, sequence) for sequence in sequences]
+    return JSONResponse(answers[0] if wanted.single else answers)
+
+
+async def _events(worker: Worker, wanted: Wanted) -> AsyncIterator[bytes]:
+    with started(worker, wanted.asks) as sequences:
+        async for sequence, _ in merged(worker, sequences):
+            event = answer(worker, wanted, sequence)
+            if not wanted.single:
+                event["index"] = sequence.ask.number
+            yield msgspec.json.encode(event)
+
+
+def plan(body: GenerateBody, worker: Worker, traceparent: str) -> Wanted:
+    """The sequences of a request. Raises `RoomError` (400) for one that contradicts itself."""
+    prompts, is_list = prompts_of(body, worker.tokenizer)
+    given = body.sampling_params or {}
+    params = [
+        convert(one, SamplingParams, where="sampling_params") for one in _spread(given, len(prompts), "sampling_params")
+    ]
+    answers = params[0].n
+    if any(one.n != answers for one in params):
+        raise _rejected("all prompts of a request have the same number of answers", "sampling_params.n")
+    logprobs = [bool(one) for one in _spread(body.return_logprob, len(prompts), "return_logprob")]
+    start = [
+        -1 if one is None else int(one) for one in _spread(body.logprob_start_len, len(prompts), "logprob_start_len")
+    ]
+    rids = _rids(body.rid, len(prompts), answers)
+    where = places(body, worker.service.role, len(prompts), answers)
+    asks = [
+        Ask(
+            number=number,
+            rid=rids[number],
+            place=where[number],
+            token_ids=prompts[number // answers],
+            params=params[number // answers],
+            answer=number % answers,
+            score=logprobs[number // answers] and start[number // answers] >= 0,
+            traceparent=traceparent,
+        )
+        for number in range(len(prompts) * answers)
+    ]
+    single = not is_list and answers == 1
+    return Wanted(asks, answers, single, logprobs, start, body.return_text_in_logprobs, body.stream)
+
+
+def prompts_of(body: GenerateBody, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+    """Token ids of every prompt, and whether a list of prompts was given."""
+    if (body.text is None) == (body.input_ids is None):
+        raise _rejected("one of text and input_ids", "text, input_ids")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        prompts, is_list = [tokenizer.encode(text) for text in texts], not isinstance(body.text, str)
+    else:
+        prompts, is_list = token_prompts(body.input_ids or [])
+    if not prompts:
+        raise RoomError("the request has no prompts", code="prompt_empty", where="text, input_ids")
+    return prompts, is_list
+
+
+def token_prompts(given: Any) -> tuple[list[list[int]], bool]:
+    """One list of tokens, or a list of them."""
+    if given and isinstance(given[0], list):
+        return list(given), True
+    return [list(given)], False
+
+
+def answer(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:
+    """The answer as far as it is."""
+    progress, ask = sequence.progress, sequence.ask
+    prompt = ask.number // wanted.answers
+    meta: dict[str, Any] = {
+        "id": ask.rid,
+        "finish_reason": progress.finish,
+        "prompt_tokens": len(ask.token_ids),
+        "completion_tokens": len(progress.tokens),
+        "cached_tokens": 0,
+        "weight_version": "default",
+        "bootstrap_room": ask.place.room,
+    }
+    if progress.finish is not None:
+        meta["e2e_latency"] = time.monotonic() - sequence.started_s
+        meta["stages_s"] = progress.stages_s
+    if wanted.logprobs[prompt]:
+        meta["output_token_logprobs"] = [
+            _logprob(worker, wanted, logprob, token)
+            for logprob, token in zip(progress.logprobs, progress.tokens, strict=True)
+        ]
+        meta["input_token_logprobs"] = _input_logprobs(worker, wanted, sequence, wanted.start[prompt])
+    return {"text": progress.text, "output_ids": list(progress.tokens), "meta_info": meta}
+
+
+def _input_logprobs(worker: Worker, wanted: Wanted, sequence: Sequence, start: int) -> list[Any]:
+    """Prefill knows them; decode says none, and a router joins the two."""
+    scores, ids = sequence.progress.prompt_logprobs, sequence.ask.token_ids
+    if start < 0 or start >= len(ids) or worker.service.role is Role.DECODE or sequence.progress.finish is None:
+        return []
+    values = [None, *scores[start:]]
+    return [_logprob(worker, wanted, value, token) for value, token in zip(values, ids[start:], strict=True)]
+
+
+def _logprob(worker: Worker, wanted: Wanted, logprob: float | None, token: int) -> list[Any]:
+    return [logprob, token, worker.tokenizer.token_text(token) if wanted.token_text else None]
+
+
+def _rids(given: str | list[str] | None, prompts: int, answers: int) -> list[str]:
+    total = prompts * answers
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(total)]
+    if isinstance(given, str):
+        return [given] if total == 1 else [f"{given}_{number}" for number in range(total)]
+    if len(given) == total:
+        return [rid[:256] for rid in given]
+    if len(given) == prompts:
+        return [f"{rid[:256]}_{number}" for rid in given for number in range(answers)]
+    raise _rejected("not one for each prompt", "rid")
+
+
+def _spread(given: Value | list[Value], count: int, where: str) -> list[Value]:
+    """One value for all prompts, or one for each."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise RoomError(
+            "not one for each prompt", code="request_rejected", where=where, expected=count, actual=len(given)
+        )  # fmt: skip
+    return given
+
+
+def _rejected(message: str, where: str) -> RoomError:
+    return RoomError(message, code="request_rejected", where=where)

@@ -1,0 +1,220 @@
+"""`/v1/completions` and `/v1/chat/completions`, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from sglang_pd.protocol.errors import RoomError
+from sglang_pd.server.asgi import EventStream, read_body, while_connected
+from sglang_pd.server.batch import Worker, gather, merged, started
+from sglang_pd.server.bodies import ChatBody, CompletionBody, OpenAIBody, SamplingParams, decode
+from sglang_pd.server.generate import token_prompts
+from sglang_pd.server.rooms import places
+from sglang_pd.server.sequences import Ask, Sequence
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request as sequences, and the shape of its answer."""
+
+    asks: list[Ask]
+    chat: bool
+    logprobs: bool
+    usage: bool
+    answers: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+async def completions(request: Request, worker: Worker) -> Response:
+    """`/v1/completions`."""
+    body = decode(await read_body(request), CompletionBody)
+    if isinstance(body.prompt, str):
+        prompts = [worker.tokenizer.encode(body.prompt)]
+    elif body.prompt and isinstance(body.prompt[0], str):
+        prompts = [worker.tokenizer.encode(str(text)) for text in body.prompt]
+    else:
+        prompts, _ = token_prompts(body.prompt)
+    asks = _asks(request, worker, body, prompts, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    wanted = Wanted(asks, False, body.logprobs is not None, _usage_wanted(body), body.n or 1)
+    return await _answer(request, worker, wanted, stream=body.stream)
+
+
+async def chat(request: Request, worker: Worker) -> Response:
+    """`/v1/chat/completions`. Raises `RoomError` (400) where the tokenizer has no chat template."""
+    body = decode(await read_body(request), ChatBody)
+    messages = [{"role": message.role, "content": _text(message.content)} for message in body.messages]
+    prompt = worker.tokenizer.chat(messages)
+    asks = _asks(request, worker, body, [prompt], body.max_completion_tokens or body.max_tokens)
+    wanted = Wanted(asks, True, bool(body.logprobs), _usage_wanted(body), body.n or 1)
+    return await _answer(request, worker, wanted, stream=body.stream)
+
+
+def _usage_wanted(body: OpenAIBody) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RoomError(
+                "only text is understood", code="request_rejected", where="messages.content", actual=part.get("type")
+            )  # fmt: skip
+    return "".join(part["text"] for part in content)
+
+
+def _asks(
+    request: Request, worker: Worker, body: OpenAIBody, prompts: list[list[int]], max_tokens: int | None
+) -> list[Ask]:
+    answers = body.n or 1
+    params = SamplingParams(
+        max_new_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=-1 if body.top_k is None else body.top_k,
+        n=answers,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        no_stop_trim=body.no_stop_trim,
+        sampling_seed=body.seed,
+    )
+    where = places(body, worker.service.role, len(prompts), answers)
+    rid = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
+    return [
+        Ask(
+            number=number,
+            rid=f"{rid[:256]}_{number}",
+            place=where[number],
+            token_ids=prompts[number // answers],
+            params=params,
+            answer=number % answers,
+            traceparent=request.headers.get("traceparent", "")[:128],
+        )
+        for number in range(len(where))
+    ]
+
+
+async def _answer(request: Request, worker: Worker, wanted: Wanted, *, stream: bool) -> Response:
+    if stream:
+        return EventStream(_events(worker, wanted), lambda failure: failure.body(worker.leg))
+    sequences = await while_connected(request.receive, gather(worker, wanted.asks))
+    choice = _chat_choice if wanted.chat else _choice
+    return JSONResponse(
+        {
+            **_head(worker, wanted, "chat.completion" if wanted.chat else "text_completion"),
+            "choices": [choice(worker, wanted, sequence) for sequence in sequences],
+            "usage": _usage(wanted, sequences),
+        }
+    )
+
+
+def _head(worker: Worker, wanted: Wanted, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if wanted.chat else "cmpl"
+    return {"id": f"{prefix}-{wanted.id}", "object": kind, "created": wanted.created, "model": worker.model}
+
+
+def _usage(wanted: Wanted, sequences: list[Sequence]) -> dict[str, Any]:
+    prompt = sum(len(sequence.ask.token_ids) for sequence in sequences[:: wanted.answers])
+    answered = sum(len(sequence.progress.tokens) for sequence in sequences)
+    return {"prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered}
+
+
+def _ends(sequence: Sequence) -> dict[str, Any]:
+    finish = sequence.progress.finish
+    return {
+        "finish_reason": None if finish is None else finish["type"],
+        "matched_stop": None if finish is None else finish.get("matched"),
+    }
+
+
+def _choice(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:
+    return {
+        "index": sequence.ask.number,
+        "text": sequence.progress.text,
+        "logprobs": _completion_logprobs(worker, sequence, 0) if wanted.logprobs else None,
+        **_ends(sequence),
+    }
+
+
+def _chat_choice(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:
+    return {
+        "index": sequence.ask.number,
+        "message": {"role": "assistant", "content": sequence.progress.text},
+        "logprobs": _chat_logprobs(worker, sequence, 0) if wanted.logprobs else None,
+        **_ends(sequence),
+    }
+
+
+def _completion_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict[str, Any]:
+    progress = sequence.progress
+    texts = [worker.tokenizer.token_text(token) for token in progress.tokens]
+    offsets = [sum(map(len, texts[:number])) for number in range(start, len(texts))]
+    return {
+        "tokens": texts[start:],
+        "token_logprobs": progress.logprobs[start:],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict[str, Any]:
+    progress = sequence.progress
+    content = []
+    for token, logprob in zip(progress.tokens[start:], progress.logprobs[start:], strict=True):
+        text = worker.tokenizer.token_text(token)
+        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": content}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How much of one answer a stream has sent."""
+
+    chars: int = 0
+    tokens: int = 0
+    role: bool = False
+
+
+async def _events(worker: Worker, wanted: Wanted) -> AsyncIterator[bytes]:
+    with started(worker, wanted.asks) as sequences:
+        sent = {sequence: _Sent() for sequence in sequences}
+        head = _head(worker, wanted, "chat.completion.chunk" if wanted.chat else "text_completion")
+        delta: Callable[..., dict[str, Any]] = _chat_delta if wanted.chat else _delta
+        async for sequence, progress in merged(worker, sequences):
+            choice = delta(worker, wanted, sequence, sent[sequence])
+            sent[sequence] = _Sent(len(progress.text), len(progress.tokens), True)
+            yield msgspec.json.encode({**head, "choices": [choice], **({"usage": None} if wanted.usage else {})})
+        if wanted.usage:
+            yield msgspec.json.encode({**head, "choices": [], "usage": _usage(wanted, sequences)})
+
+
+def _delta(worker: Worker, wanted: Wanted, sequence: Sequence, sent: _Sent) -> dict[str, Any]:
+    return {
+        "index": sequence.ask.number,
+        "text": sequence.progress.text[sent.chars :],
+        "logprobs": _completion_logprobs(worker, sequence, sent.tokens) if wanted.logprobs else None,
+        **_ends(sequence),
+    }
+
+
+def _chat_delta(worker: Worker, wanted: Wanted, sequence: Sequence, sent: _Sent) -> dict[str, Any]:
+    first = {} if sent.role else {"role": "assistant"}
+    return {
+        "index": sequence.ask.number,
+        "delta": {**first, "content": sequence.progress.text[sent.chars :]},
+        "logprobs": _chat_logprobs(worker, sequence, sent.tokens) if wanted.logprobs else None,
+        **_ends(sequence),
+    }

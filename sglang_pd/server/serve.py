@@ -1,0 +1,102 @@
+"""Serves a worker over HTTP until it is told to stop; then drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+
+from sglang_pd.config.address import Address
+from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.server.app import build_app
+from sglang_pd.worker.service import WorkerService
+
+log = logging.getLogger("sglang_pd.server")
+
+POLL_S: Final = 0.1
+BACKLOG: Final = 2048
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. Raises `ConfigError` naming the port that is taken, and its key."""
+    host, port = address.host, address.port or 0
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"not an address of this host: {error}", where="$.network.bind", actual=host) from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(place)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen: {error.strerror}",
+            where="$.network.http_port",
+            expected="a free port, or 0 for any",
+            actual=str(address),
+        ) from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own idea of signals: who drains decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See `uvicorn.Server`."""
+        yield
+
+
+def serve(service: WorkerService, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. on_ready: called once it accepts."""
+    asyncio.run(_serve(service, listener, on_ready))
+
+
+async def _serve(service: WorkerService, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    config = uvicorn.Config(
+        build_app(service), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=5
+    )
+    server = _Server(config)
+    told: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        told.append(number)
+        if len(told) == 1:
+            service.drain(f"told to by {signal.Signals(number).name}")
+        else:
+            server.should_exit = server.force_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        on_ready()
+    watching = asyncio.ensure_future(_end_when_drained(service, server, told))
+    try:
+        await serving
+    finally:
+        watching.cancel()
+
+
+async def _end_when_drained(service: WorkerService, server: Any, told: list[int]) -> None:
+    while True:
+        await asyncio.sleep(POLL_S)
+        service.recorder.health()  # turns a stall into its dump, even when nobody asks
+        if not told:
+            continue
+        if service.drained or service.overdue:
+            if not service.drained:
+                log.error("the drain is overdue: ending with memory that no fence covers: %s", service.stats())
+            server.should_exit = True
+            return

@@ -1,0 +1,278 @@
+"""A whole worker from its configuration: engine, memory, transport, control plane, engine thread, and who watches them.
+
+It belongs to the process that made it. It never changes the environment: what the transport's library reads must be in
+force before (`config.apply_environment`), else it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sglang_pd.backends.base import Backend
+from sglang_pd.backends.registry import create_backend
+from sglang_pd.config import WorkerConfig, backend_settings, load_keys, missing_environment, topology_of
+from sglang_pd.config.network import BackendSettings
+from sglang_pd.engines.registry import create_engine
+from sglang_pd.memory.allocator import Policy
+from sglang_pd.observe import AdminServer, Identity, Recorder, Settings
+from sglang_pd.protocol.errors import ConfigError, ErrorInfo
+from sglang_pd.protocol.room import Limits, Role
+from sglang_pd.worker.control import ControlConfig
+from sglang_pd.worker.decode_runner import DecodeRunner
+from sglang_pd.worker.endpoint import DecodeEndpoint, Network, PrefillEndpoint, new_epoch
+from sglang_pd.worker.instances import Planned, plan_instance
+from sglang_pd.worker.link import CurveKeys
+from sglang_pd.worker.parts import Memory, Parts, assemble
+from sglang_pd.worker.prefill_runner import PrefillRunner
+from sglang_pd.worker.runner import Bounds, Runner
+from sglang_pd.worker.watch import Watch
+
+log = logging.getLogger("sglang_pd.worker")
+
+FENCE_WAIT_S: Final = 10.0
+"""After the drain deadline every room has failed; how long the process still waits for the proof that nobody writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A worker that is stopping: why, and until when (monotonic) rooms may end by themselves."""
+
+    reason: str
+    deadline_s: float
+
+
+class WorkerService:
+    """One worker. Public methods may be called by any thread."""
+
+    runner: Runner
+
+    def __init__(self, config: WorkerConfig, environ: Mapping[str, str] | None = None) -> None:
+        """Build and start everything, or nothing.
+
+        Raises `ConfigError` (the path of the key, or the port that is taken), `BackendUnavailable` naming the library
+        that is missing, `BackendError` where memory cannot be had, and what the engine raises.
+        """
+        _require_one_rank(config)
+        settings = backend_settings(config)
+        _require_environment(settings, os.environ if environ is None else environ)
+        self.config = config
+        self.role = Role(config.role)
+        self.started_at = time.time()
+        self._drain: Drain | None = None
+        self._cancelled = False
+        self._drain_lock = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            device = "cuda:0" if config.pools.device == "cuda" else config.pools.device
+            engine = create_engine(config.engine.name, config.engine.options, device)
+            self.planned: Planned = plan_instance(config, engine.describe())
+            self.backend: Backend = create_backend(settings.name, epoch=new_epoch(), options=settings.options)
+            undo.callback(self.backend.close)
+            self.name = _name(config, self.backend.epoch)
+            self.recorder = Recorder(
+                Identity(self.role, self.name, self.backend.epoch, config.backend.name),
+                Settings(stall_s=config.liveness.stall_s, decisions=config.observe.decisions),
+            )
+            self.parts: Parts = assemble(
+                engine, self.backend, self._memory(device), deadline_s=config.liveness.transfer_s
+            )  # fmt: skip
+            self._start(undo)
+            undo.pop_all()
+        self.recorder.ready()
+
+    def _memory(self, device: str) -> Memory:
+        pools = self.config.pools
+        policy = Policy(
+            order=pools.order,
+            seed=pools.seed,
+            quarantine_bytes=self.config.limits.quarantine_bytes,
+            on_over_budget=lambda held: self.drain(f"quarantine: {held} bytes wait for a fence"),
+        )
+        return Memory(
+            capacity=self.planned.budget.capacity,
+            policy=policy,
+            device=device,
+            layout=self.planned.layouts[0],
+            poison=pools.poison,
+        )
+
+    def _start(self, undo: contextlib.ExitStack) -> None:
+        config, watch = self.config, Watch(self.role, self.recorder)
+        control = self._control_config()
+        network = Network(bind=_bind(config), curve=_curve(config))
+        bounds = Bounds(
+            max_queue=config.limits.queue_requests,
+            max_running=config.limits.max_rooms,
+            max_prompt_tokens=config.limits.max_prompt_tokens or 0,
+            wait_s=config.liveness.alloc_wait_s,
+        )
+        self.endpoint: PrefillEndpoint | DecodeEndpoint
+        if self.role is Role.PREFILL:
+            prefill = self.endpoint = PrefillEndpoint(control, self.parts.setup, network, watch)
+            undo.callback(prefill.close)
+            self.runner = PrefillRunner(
+                self.parts, prefill, chunk_tokens=config.engine.chunk_tokens, bounds=bounds, watch=watch
+            )
+        else:
+            decode = self.endpoint = DecodeEndpoint(control, self.parts.setup, network, watch)
+            undo.callback(decode.close)
+            self.runner = DecodeRunner(
+                self.parts, decode, max_batch=config.engine.max_batch, bounds=bounds, watch=watch
+            )  # fmt: skip
+        self._admin: AdminServer | None = None
+        if config.observe.admin_socket:
+            self._admin = AdminServer(config.observe.admin_socket, self.recorder.answer)
+            undo.callback(self._admin.close)
+        self.runner.start()
+
+    def _control_config(self) -> ControlConfig:
+        live = self.config.liveness
+        return ControlConfig(
+            instance_id=self.name,
+            model=self.parts.facts.fingerprint,
+            topology=topology_of(self.config),
+            max_tokens=self.planned.manifest.max_tokens,
+            heartbeat_s=live.heartbeat_s,
+            liveness_s=live.liveness_s,
+            peer_wait_s=live.liveness_s,
+            limits=Limits(
+                request_wait_s=live.request_wait_s,
+                lease_s=live.lease_s,
+                alloc_wait_s=live.alloc_wait_s,
+                status_interval_s=live.status_interval_s,
+                status_max_s=live.status_max_s,
+                fence_alarm_s=live.fence_alarm_s,
+                lease_renew_s=live.lease_renew_s,
+            ),
+            verify=self.config.verify,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Longest prompt and answer together that can ever run here."""
+        return self.runner.most_tokens
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Port that the control plane listens on."""
+        return int(self.endpoint.address.rpartition(":")[2])
+
+    # --- health ------------------------------------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> str:
+        """Why this process cannot serve any more, or empty: a thread of its is gone, or a rank."""
+        if not self.runner.alive:
+            return "the engine's thread is gone"
+        failed = self.endpoint.control.failed
+        if failed is not None:
+            return failed.message
+        return "" if self.endpoint.ready else "the control thread is gone"
+
+    @property
+    def draining(self) -> str:
+        """Why the worker takes no new requests, or empty."""
+        return self._drain.reason if self._drain is not None else ""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, by name."""
+        counts = {
+            _space_name(space): {"free": count.free, "held": count.held, "withheld": count.withheld}
+            for space, count in self.parts.allocator.counts().items()
+        }
+        return {
+            **self.endpoint.stats(),
+            "running": self.runner.running,
+            "queued": len(self.runner.queued),
+            "tokens_done": self.runner.tokens_done,
+            "pools": counts,
+        }
+
+    # --- stopping ----------------------------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> None:
+        """Take no new rooms; those that are open have `liveness.drain_s`. Idempotent."""
+        with self._drain_lock:
+            if self._drain is not None:
+                return
+            self._drain = Drain(reason, time.monotonic() + self.config.liveness.drain_s)
+        log.warning("draining: %s", reason)
+        self.runner.draining = True
+        self.recorder.draining(reason)
+        self.endpoint.drain(self.config.liveness.drain_s)
+
+    @property
+    def drained(self) -> bool:
+        """True when nothing runs or waits for a fence; what still runs past the drain deadline is ended."""
+        drain = self._drain
+        if drain is None:
+            return False
+        if time.monotonic() > drain.deadline_s and not self._cancelled:
+            self._cancelled = True
+            self.runner.cancel_all(ErrorInfo(code="draining", message="the drain deadline passed"))
+        return self.endpoint.drained and self.runner.idle
+
+    @property
+    def overdue(self) -> bool:
+        """True when a drain has lasted so long that the process should end with fences unproven."""
+        return self._drain is not None and time.monotonic() > self._drain.deadline_s + FENCE_WAIT_S
+
+    def close(self) -> None:
+        """Stop the threads and the sockets, then the transport. Idempotent."""
+        self.runner.stop()
+        self.endpoint.close()
+        if self._admin is not None:
+            self._admin.close()
+        self.backend.close()
+
+
+def _require_one_rank(config: WorkerConfig) -> None:
+    topology = topology_of(config)
+    if topology.pp * topology.tp != 1:
+        raise ConfigError(
+            "this command runs an instance of one rank; an engine with several embeds the endpoints",
+            where="$.topology",
+            expected="pp 1, tp 1",
+            actual=f"pp {topology.pp}, tp {topology.tp}",
+            hint="See sglang_pd.RankEndpoint. `check` and `explain` take any topology.",
+        )
+
+
+def _require_environment(settings: BackendSettings, environ: Mapping[str, str]) -> None:
+    missing = missing_environment(settings, environ)
+    if missing:
+        raise ConfigError(
+            "the transport's library reads its settings from the environment, and they are not there",
+            where="environment",
+            expected=" ".join(f"{name}={value}" for name, value in sorted(missing.items())),
+            actual=" ".join(f"{name}={environ.get(name, '')}" for name in sorted(missing)),
+        )
+
+
+def _name(config: WorkerConfig, epoch: int) -> str:
+    if config.instance_id is None and config.bootstrap_address.port == 0:
+        return f"{config.name}-{epoch % 2**32:08x}"  # several workers may ask for any port
+    return config.name
+
+
+def _bind(config: WorkerConfig) -> str:
+    address = config.bootstrap_address
+    if address.host == "localhost":
+        return f"tcp://127.0.0.1:{address.port}"  # ZeroMQ binds to numbers and interfaces only
+    return address.zmq()
+
+
+def _curve(config: WorkerConfig) -> CurveKeys | None:
+    keys = load_keys(config.security)
+    return CurveKeys(keys.public, keys.secret, keys.allowed, keys.server) if keys is not None else None
+
+
+def _space_name(space: Any) -> str:
+    inner = getattr(space, "of", None)
+    return type(space if inner is None else inner).__name__
