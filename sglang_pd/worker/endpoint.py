@@ -175,7 +175,9 @@ class Endpoint:
             "loop_turns": float(self._loop.turns),
             "loop_faults": float(self._loop.faults),
         }
-        for counts in (self.link.counts, *((desk.counts, desk.prefill.counts, desk.decode.counts) if desk else ())):
+        peering = self.control.peering
+        tables = (desk.counts, desk.prefill.counts, desk.decode.counts) if desk else ()
+        for counts in (self.link.counts, *((peering.counts,) if peering else ()), *tables):
             for name, value in counts.items():
                 stats[f"count_{name}"] = stats.get(f"count_{name}", 0.0) + value
         return stats
