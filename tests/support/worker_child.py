@@ -13,6 +13,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from support.worker_memory import Memory, prompt_ids, rss_bytes
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.memory.allocator import Allocator, Policy, instance_index_bytes
 from sglang_pd.memory.lease import Lease
+from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.bind import IndexLists
-from sglang_pd.protocol.errors import PdError
+from sglang_pd.protocol.errors import ErrorInfo, PdError
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.protocol.room import Limits
@@ -223,12 +225,30 @@ class Child:
         self.bad_link.set(rules)
         return {"counts": dict(self.bad_link.counts)}
 
-    def do_raw(self, frames: list[str], times: int = 1) -> None:
-        """Send bytes to every party this side called, as they are."""
-        for _ in range(times):
-            for frame in frames:
-                for dealer in list(self.link._dealers.values()):
-                    dealer.send(bytes.fromhex(frame))
+    def do_flood(self, times: int) -> None:
+        """Messages of rooms that nobody opened, in this worker's own name, to everyone it agrees with."""
+        peering = self.endpoint.control.peering
+        error = ErrorInfo(code="room_aborted", message="z" * 300)
+        left, batch = times, 500
+
+        def send() -> None:
+            for talk in peering.all():
+                for number in range(left, left + batch):
+                    base = {"room": 2**40 + number, "generation": 2**50 + number}
+                    peering._say(talk, m.StatusQuery(**base, nonce=number % 2**32, have=0, after=0))
+                    peering._say(talk, m.Abort(**base, error=error))
+                    peering._say(talk, m.LeaseRenew(room=base["room"], lease_ms=1000))
+                    opened = m.RoomOpen(
+                        **base, to_epoch=talk.epoch, request_id="", traceparent="", prompt_tokens=8, prompt_digest=1,
+                        prefix_tokens=0, index_lists=(),
+                    )  # fmt: skip
+                    peering._say(talk, opened)
+
+        while left > 0:
+            done = threading.Event()
+            self.endpoint._loop.submit(lambda done=done: (send(), done.set()))
+            done.wait(30)
+            left -= 4 * batch
 
     def do_release_fences(self) -> None:
         self.backend.release_fences()  # type: ignore[attr-defined]

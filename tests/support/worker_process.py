@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +25,8 @@ class WorkerProcess:
 
     def __init__(self, role: str, *, backend: str = "local", env: dict[str, str] | None = None, **conf: Any) -> None:
         self.conf = {"role": role, "backend": backend, "id": conf.pop("id", f"{role}-0"), **conf}
-        environment = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHILD.parent.parent)}
+        path = os.pathsep.join([str(CHILD.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **(env or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self.process = subprocess.Popen(
             [sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -67,7 +70,9 @@ class WorkerProcess:
             seen = len(self.lines)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not self.read(left_s):
-                raise AssertionError(f"{self.conf['id']}: not seen in {timeout_s} s; last lines {self.lines[-8:]}")
+                ended = self.process.poll()
+                state = f"not seen in {timeout_s} s" if ended is None else f"the process ended with {ended}"
+                raise AssertionError(f"{self.conf['id']}: {state}; last lines {self.lines[-8:]}")
 
     def ask(self, cmd: str, *, timeout_s: float = 20.0, **arguments: Any) -> dict[str, Any]:
         """A command and its answer."""
@@ -124,6 +129,17 @@ class WorkerProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def free_address() -> str:
+    """A loopback address that stays free while nobody listens: outside the range of outgoing connections."""
+    for _ in range(1_000):
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as probe:
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return f"tcp://127.0.0.1:{port}"
+    raise AssertionError("no free port")
 
 
 def settled(worker: WorkerProcess, *, timeout_s: float = 20.0) -> dict[str, Any]:

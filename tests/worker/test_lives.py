@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.worker_pair import finished, hand_over, oracles, start_pair, start_room, wait_until
-from support.worker_process import WorkerProcess
+from support.worker_process import WorkerProcess, free_address
 
 
 def agreed(worker: WorkerProcess) -> list[str]:
@@ -60,8 +60,8 @@ def test_one_of_two_prefills_dies_and_the_rooms_of_the_other_finish() -> None:
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 def test_prefill_killed_and_replaced_at_its_address(rounds: int) -> None:
     """FR-01, FR-03: new memory, new epoch, same port; decode is never restarted and keeps nothing of the dead."""
-    prefill, decode = start_pair()
-    port = prefill.address.rsplit(":", 1)[1]
+    address = free_address()
+    prefill, decode = start_pair({"bind": address})
     with decode:
         hand_over(prefill, decode, 1, 20)
         before = decode.ask("check")
@@ -74,7 +74,7 @@ def test_prefill_killed_and_replaced_at_its_address(rounds: int) -> None:
             end = decode.end_of(d)
             assert (end["event"], end["code"]) == ("failed", "peer_lost")
             decode.released(d)
-            prefill = WorkerProcess("prefill", pages=20 + turn % 5, bind=f"tcp://127.0.0.1:{port}", seed=turn)
+            prefill = WorkerProcess("prefill", pages=20 + turn % 5, bind=address, seed=turn)
             # The first room may meet the old incarnation's end; the second never does.
             hand_over(prefill, decode, room + 1, 33)
         with prefill:

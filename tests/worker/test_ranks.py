@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.worker_pair import oracles, wait_until
-from support.worker_process import WorkerProcess
+from support.worker_process import WorkerProcess, free_address
 
 PREFILL = {"pp": 2, "tp": 2}
 DECODE = {"pp": 1, "tp": 2}
@@ -30,8 +30,8 @@ class Instance:
 def instance(role: str, topology: dict[str, int], pages: int, **conf: Any) -> Iterator[Instance]:
     """All processes of an instance, joined."""
     with contextlib.ExitStack() as stack:
-        common = {"topology": topology, "pages": pages, **conf}
-        control = stack.enter_context(WorkerProcess(role, ranks_bind="tcp://127.0.0.1:0", **common))
+        common = {"topology": topology, "pages": pages, "bind": free_address(), **conf}
+        control = stack.enter_context(WorkerProcess(role, ranks_bind=free_address(), **common))
         ranks = [
             stack.enter_context(rank_process(control, (p, t), **common))
             for p in range(topology["pp"])
@@ -109,8 +109,7 @@ def test_all_ranks_have_their_bytes_and_a_dead_rank_fails_every_room_by_its_name
         process.kill()
     decode.control.released(d["handle"])
     clear(decode, 60, d)
-    port = prefill.control.address.rsplit(":", 1)[1]
-    with instance("prefill", PREFILL, 20, bind=f"tcp://127.0.0.1:{port}") as successor:
+    with instance("prefill", PREFILL, 20, bind=prefill.control.address) as successor:
         judge(successor, decode, 6, 40, *start(successor, decode, 6, 40, chunks=[10]))
         oracles(successor.control, decode.control)
 
@@ -121,12 +120,11 @@ def test_control_restarted_its_ranks_rejoin_and_a_peer_that_stayed_serves(pair: 
     judge(prefill, decode, 1, 40, *start(prefill, decode, 1, 40, chunks=[10]))
     p, d = start(prefill, decode, 2, 60, chunks=[10, 20], pause_s=30)
     old = prefill.control
-    port, ranks_port = (address.rsplit(":", 1)[1] for address in (old.address, old.ranks_address))
     old.kill()
     end = decode.control.end_of(d["handle"])
     assert (end["event"], end["code"]) == ("failed", "peer_lost")
-    conf = {"topology": PREFILL, "pages": 24, "bind": f"tcp://127.0.0.1:{port}", "seed": 2}
-    with WorkerProcess("prefill", ranks_bind=f"tcp://127.0.0.1:{ranks_port}", **conf) as control:
+    conf = {"topology": PREFILL, "pages": 24, "bind": old.address, "seed": 2}
+    with WorkerProcess("prefill", ranks_bind=old.ranks_address, **conf) as control:
         decode.control.released(d["handle"])
         prefill.control = control
         wait_until(prefill.all_ready)

@@ -7,14 +7,17 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.worker_process import WorkerProcess, settled
+from support.worker_process import WorkerProcess, free_address, settled
 
 LENGTHS = [1, 2, 3, 4, 7, 8, 9, 16, 33, 60]
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    with WorkerProcess("prefill", pages=24) as prefill, WorkerProcess("decode", pages=30) as decode:
+    with (
+        WorkerProcess("prefill", pages=24, bind=free_address()) as prefill,
+        WorkerProcess("decode", pages=30) as decode,
+    ):
         decode.ask("connect", address=prefill.address)
         yield prefill, decode
 
@@ -91,7 +94,7 @@ def test_abort_in_the_middle_gives_memory_back_after_the_fence(pair: tuple[Worke
 
 def test_a_killed_prefill_fails_its_rooms_and_its_successor_serves(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
     prefill, decode = pair
-    port = prefill.address.rsplit(":", 1)[1]
+    address = prefill.address
     for round_ in range(3):
         room = 40 + 2 * round_
         prefill.ask("serve", room=room, tokens=60, seed=room, chunks=[10, 20], pause_s=30)
@@ -101,7 +104,7 @@ def test_a_killed_prefill_fails_its_rooms_and_its_successor_serves(pair: tuple[W
         end = decode.end_of(d["handle"])
         assert (end["event"], end["code"]) == ("failed", "peer_lost")
         decode.released(d["handle"])
-        prefill = WorkerProcess("prefill", pages=20 + round_, bind=f"tcp://127.0.0.1:{port}", seed=round_)
+        prefill = WorkerProcess("prefill", pages=20 + round_, bind=address, seed=round_)
         try:
             admitted = hand_over(prefill, decode, room + 1, 33)
         except BaseException:
