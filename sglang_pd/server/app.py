@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang_pd.protocol.errors import RoomError
 from sglang_pd.server import generate, openai, status
 from sglang_pd.server.asgi import Guard
 from sglang_pd.server.batch import Worker
@@ -44,7 +44,7 @@ def build_app(service: WorkerService) -> ASGIApp:
     tokenizer = tokenizer_of(config.engine.options, service.parts.facts)
     worker = Worker(service, tokenizer, model_name(service))
     routes = [Route(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
-    return Guard(Starlette(routes=routes), leg=worker.leg, bearer_token=config.security.bearer_token)
+    return Guard(Router(routes, default=_nowhere), leg=worker.leg, bearer_token=config.security.bearer_token)
 
 
 def model_name(service: WorkerService) -> str:
@@ -53,6 +53,11 @@ def model_name(service: WorkerService) -> str:
     random = options.get("random")
     name = options.get("path") or (random.get("class") if isinstance(random, dict) else None)
     return str(name or service.config.engine.name)
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    known = " ".join(path for path, _, _ in ROUTES)
+    raise RoomError("no such path", code="room_unknown", where=str(scope.get("path", ""))[:200], expected=known)
 
 
 def _bound(answer: Answer, worker: Worker) -> Callable[[Request], Awaitable[Response]]:

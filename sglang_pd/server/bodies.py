@@ -85,7 +85,7 @@ class GenerateBody(Body, frozen=True, kw_only=True):
     """Body of `/generate`. logprob_start_len: first prompt token whose log-probability is wanted, -1 for none."""
 
     text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -118,7 +118,7 @@ class OpenAIBody(Body, frozen=True, kw_only=True):
 class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     """Body of `/v1/completions`. logprobs: 0 tells those of the chosen tokens; more are not supported."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
 
 

@@ -105,11 +105,14 @@ def prompts_of(body: GenerateBody, tokenizer: Tokenizer) -> tuple[list[list[int]
     return prompts, is_list
 
 
-def token_prompts(given: Any) -> tuple[list[list[int]], bool]:
-    """One list of tokens, or a list of them."""
-    if given and isinstance(given[0], list):
-        return list(given), True
-    return [list(given)], False
+def token_prompts(given: list[Any]) -> tuple[list[list[int]], bool]:
+    """One list of tokens, or a list of them. Raises `RoomError` for a mixture."""
+    lists = [isinstance(one, list) for one in given]
+    if any(lists) and not all(lists):
+        raise _rejected("tokens and lists of tokens in one list", "input_ids")
+    if any(isinstance(one, str) for one in given):
+        raise _rejected("tokens and texts in one list", "prompt")
+    return (list(given), True) if any(lists) else ([list(given)], False)
 
 
 def answer(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:

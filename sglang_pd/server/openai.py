@@ -41,7 +41,7 @@ async def completions(request: Request, worker: Worker) -> Response:
     body = decode(await read_body(request), CompletionBody)
     if isinstance(body.prompt, str):
         prompts = [worker.tokenizer.encode(body.prompt)]
-    elif body.prompt and isinstance(body.prompt[0], str):
+    elif body.prompt and all(isinstance(text, str) for text in body.prompt):
         prompts = [worker.tokenizer.encode(str(text)) for text in body.prompt]
     else:
         prompts, _ = token_prompts(body.prompt)

@@ -18,6 +18,7 @@ from sglang_pd.observe import RoomFacts as Seen
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.messages import Queued, RoomAccepted, RoomMessage, RoomOpen, StatusReply, Verdict, Wrote
+from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Role
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Job
@@ -109,20 +110,20 @@ class Watch:
             if room not in self._rooms:
                 self._open(room, Seen(request_id=request_id, prompt_tokens=prompt_tokens), Stage.QUEUE)
 
-    def opened(self, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+    def opened(self, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
         """Decode opens the room."""
         with self._lock:
             known = self._rooms.get(message.room) or self._open(message.room, Seen(), Stage.HANDSHAKE)
-            self._name(known, message, peer, peer_epoch)
+            self._name(known, message, pairing, peer_epoch)
             self.observer.stage(known.key, Stage.HANDSHAKE)
 
-    def started(self, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+    def started(self, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
         """Prefill: request and open agree, chunks may be written."""
         with self._lock:
             known = self._rooms.get(message.room)
             if known is not None:
                 known.started = True
-                self._name(known, message, peer, peer_epoch)
+                self._name(known, message, pairing, peer_epoch)
                 self._prefill_stage(known)
 
     def computed(self, room: int) -> None:
@@ -213,7 +214,9 @@ class Watch:
         known = self._rooms.get(message.room)
         return known if known is not None and known.key.generation == message.generation else None
 
-    def _name(self, known: _Room, message: RoomOpen, peer: InstanceManifest, peer_epoch: int) -> None:
+    def _name(self, known: _Room, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
+        peer = pairing.decode if self._prefill else pairing.prefill
+        spaces = {space.digest: type(getattr(space, "of", space)).__name__ for space in pairing.needed.dst}
         named = RoomKey(message.room, message.generation)
         if known.key != named:
             self.observer.room_named(known.key, message.generation)
@@ -226,7 +229,7 @@ class Watch:
             peer_ranks=tuple(str(rank.rank) for rank in peer.ranks),
             prompt_tokens=message.prompt_tokens,
             prefix_tokens=message.prefix_tokens,
-            pages={f"{packed.space:08x}": packed.count for packed in message.index_lists},
+            pages={spaces.get(packed.space, f"{packed.space:08x}"): packed.count for packed in message.index_lists},
         )
         self.observer.room_facts(known.key, known.facts)
         self.observer.decision(CONTROL, "opened", known.key, f"{message.prompt_tokens} tokens")
