@@ -21,7 +21,7 @@ help:
 	@echo "make lint      formatting, types, import direction"
 	@echo "make format    let ruff fix what it can"
 	@echo "make demo      the main job, end to end (not there yet)"
-	@echo "make chaos     seeded fault injection (not there yet)"
+	@echo "make chaos     rooms under faults, kills and a bad link: ROOMS=2000 SEED=any BACKEND=local MINUTES=0"
 
 install: $(stamp)
 
@@ -45,8 +45,9 @@ format: install
 demo:
 	@echo "make demo: not there yet; it comes with the engines and servers (see README.md)." >&2; exit 1
 
-chaos:
-	@echo "make chaos: not there yet; it comes with the worker (see README.md)." >&2; exit 1
+chaos: install
+	@$(bin)/python tests/chaos/chaos_run.py --rooms $(or $(ROOMS),2000) --backend $(or $(BACKEND),local) \
+		--minutes $(or $(MINUTES),0) $(if $(SEED),--seed $(SEED))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 import zmq
 from support.hybrid_state import capacity, hybrid_state, instance, layouts
-from support.worker_pair import hand_over, oracles, start_pair
+from support.worker_pair import hand_over, oracles, start_pair, wait_until
 from support.worker_process import WorkerProcess, free_address
 
 from sglang_pd.protocol import messages as m
@@ -127,21 +127,17 @@ def test_a_stranger_is_told_to_introduce_itself_and_no_faster_than_the_limit(
     pair: tuple[WorkerProcess, WorkerProcess],
 ) -> None:
     before = counts(pair[0]).get("count_refused_peer_unknown", 0)
+    answers = 0
     with dealer(pair[0].address) as client:
         for number in range(3_000):
             client.send(encode(m.StatusQuery(room=number, generation=1, nonce=1, have=0, after=0), epoch=9))
-        client.rcvtimeo = 3_000
-        assert client.recv()
-    wait_until(lambda: counts(pair[0])["count_refused_peer_unknown"] >= before + 3_000)
-    answers = 0
-    with dealer(pair[0].address) as client:
-        client.send(encode(m.Heartbeat(peer_epoch=1, seq=1, state="ready", rooms=0), epoch=7))
+        wait_until(lambda: counts(pair[0])["count_refused_peer_unknown"] >= before + 3_000)
         client.rcvtimeo = 500
         with contextlib.suppress(zmq.Again):
             while True:
                 client.recv()
                 answers += 1
-    assert answers <= 1
+    assert 0 < answers < 2_000
 
 
 def rank_lies() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""A chaos run: `python tests/chaos/run.py --rooms 2000 --seed 7`. The seed decides what is done; timing stays real.
+"""A chaos run: `python tests/chaos/chaos_run.py --rooms 2000 --seed 7`. The seed decides what is done; timing stays real.
 
 At the end, and for every process that was not killed: every admitted room had the right bytes, every handle got exactly
 one terminal event and one RELEASABLE, no lease, room or withheld memory is left, canaries are intact, descriptors are
@@ -23,7 +23,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from plan import PAIRS, Calamity, RoomStep, steps, worker
+from chaos_plan import PAIRS, Calamity, RoomStep, steps, worker
 from support.worker_process import TERMINAL, WorkerProcess, free_address
 
 IN_FLIGHT = 12
@@ -139,6 +139,9 @@ class Run:
                 self._room(step) if isinstance(step, RoomStep) else self._befall(step)
             self._until(lambda: not self._open and not self._aborts)
             self._settle()
+        except Broken as error:
+            replay = f"make chaos SEED={self.seed} ROOMS={self.rooms} BACKEND={self.backend}"
+            raise Broken(f"{error}\nReplay: {replay}") from error
         finally:
             for side in self.sides.values():
                 if side.alive:
@@ -250,11 +253,8 @@ def main() -> None:
     end_s, seed = time.monotonic() + 60 * given.minutes, given.seed
     while True:
         seed = secrets.randbits(31) if seed is None else seed
-        try:
-            print(json.dumps(Run(seed, given.rooms, given.backend).go()), flush=True)
-        except BaseException:
-            print(f"\nFAILED. Replay: make chaos SEED={seed} ROOMS={given.rooms} BACKEND={given.backend}", flush=True)
-            raise
+        print(f"seed {seed}", file=sys.stderr, flush=True)
+        print(json.dumps(Run(seed, given.rooms, given.backend).go()), flush=True)
         if time.monotonic() >= end_s:
             return
         seed += 1
