@@ -93,7 +93,7 @@ class Sequence:
         try:
             self._service.runner.check(self._job)
         except RoomError as error:
-            raise Failure(error, self.ask.place.room) from None
+            raise self._declined(error) from None
 
     def start(self) -> None:
         """Hand the job over. Raises `Failure`: it can never fit, the queue is full, the worker drains."""
@@ -101,7 +101,11 @@ class Sequence:
             self._service.runner.submit(self._job)
         except RoomError as error:
             self._ended = True
-            raise Failure(error, self.ask.place.room) from None
+            raise self._declined(error) from None
+
+    def _declined(self, error: RoomError) -> Failure:
+        self._service.runner.decline(self._job, error.info())
+        return Failure(error, self.ask.place.room)
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
         """The progress after each token, the last one with `finish`. Raises `Failure` with the first cause."""

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -75,6 +75,8 @@ class _Pending:
     facts: RoomFacts
     address: str
     deadline_s: float
+    declined: ErrorInfo | None = None
+    """Set: the room will not be opened; prefill is to be told why."""
 
 
 class InstanceControl:
@@ -214,9 +216,15 @@ class InstanceControl:
         self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s))
         self._try_pending()
 
+    def decline(self, facts: RoomFacts, address: str, error: ErrorInfo) -> None:
+        """Decode: the room will never be opened; the prefill behind `address` learns why, after a handshake."""
+        if not self._stopped() and len(self._pending) < MAX_PENDING:
+            self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s, error))
+            self._try_pending()
+
     def abort(self, room: int, error: ErrorInfo) -> None:
         """Give a room up."""
-        for pending in [p for p in self._pending if p.facts.room == room]:
+        for pending in [p for p in self._pending if p.facts.room == room and p.declined is None]:
             self._pending.remove(pending)
             self._refuse(pending.facts, RoomError(error.message, code=error.code), EventKind.ABORTED)
         if self.desk is not None:
@@ -261,7 +269,8 @@ class InstanceControl:
                 if not self._try(pending, self._clock()):
                     self._pending.append(pending)
             except PdError as error:
-                self._refuse(pending.facts, error)
+                if pending.declined is None:
+                    self._refuse(pending.facts, error)
 
     def _try(self, pending: _Pending, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""
@@ -270,7 +279,10 @@ class InstanceControl:
         talk = self.peering.call(pending.address, None, now_s) if self.peering is not None else None
         if talk is not None and self.desk is not None:
             if talk.stage is Stage.AGREED and talk.renewal is None:
-                self.desk.open(pending.facts, talk.epoch, now_s)
+                if pending.declined is not None:
+                    self.desk.decline(pending.facts.room, talk.epoch, pending.declined, now_s)
+                else:
+                    self.desk.open(pending.facts, talk.epoch, now_s)
                 return True
             if talk.stage is Stage.REFUSED and talk.error is not None:
                 raise from_info(talk.error)
@@ -474,22 +486,4 @@ class InstanceControl:
 
     def peers(self) -> list[dict[str, Any]]:
         """State of every conversation, for `/peers` and dumps."""
-        talks = self.peering.all() if self.peering else []
-        return [
-            {
-                "instance": talk.instance,
-                "address": talk.address,
-                "role": _peer_role(talk),
-                "stage": talk.stage.value,
-                "epoch": f"{talk.epoch:016x}",
-                "transports": sorted(talk.transports),
-                "ranks_paired": sum(error is None for error in talk.paired.values()),
-                "error": msgspec.to_builtins(talk.error) if talk.error else None,
-                "mismatches": msgspec.to_builtins(talk.verdict.mismatches) if talk.verdict else [],
-            }
-            for talk in talks
-        ]
-
-
-def _peer_role(talk: Conversation) -> Literal["prefill", "decode"]:
-    return "decode" if talk.source else "prefill"
+        return [talk.describe() for talk in self.peering.all()] if self.peering else []

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import xxhash
@@ -96,6 +96,20 @@ class Conversation:
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
     renewal: Conversation | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Its state as plain data."""
+        return {
+            "instance": self.instance,
+            "address": self.address,
+            "role": "decode" if self.source else "prefill",
+            "stage": self.stage.value,
+            "epoch": f"{self.epoch:016x}",
+            "transports": sorted(self.transports),
+            "ranks_paired": sum(error is None for error in self.paired.values()),
+            "error": msgspec.to_builtins(self.error) if self.error else None,
+            "mismatches": msgspec.to_builtins(self.verdict.mismatches) if self.verdict else [],
+        }
 
     def renew(self) -> Conversation:
         """Start the handshake of a new manifest beside the one that stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -68,6 +69,11 @@ class DecodeRunner(Runner):
     def tokens_needed(self, job: Job) -> int:
         """See `Runner`. The last token's own position is never computed."""
         return len(job.token_ids) + max(0, job.max_new_tokens - 1)
+
+    def decline(self, job: Job, error: ErrorInfo) -> None:
+        """See `Runner`."""
+        with contextlib.suppress(RoomError):  # the endpoint is closing: prefill will miss it anyway
+            self._decode_endpoint.decline(job.room, job.address, error)
 
     def _cancel_running(self, job: Job, error: ErrorInfo) -> None:
         for entry in [entry for entry in self._jobs.values() if entry.job is job]:

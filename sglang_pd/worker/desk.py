@@ -175,6 +175,16 @@ class RoomDesk:
         names = frozenset(str(rank) for rank in self._ranks)
         self._local(Role.DECODE, facts.room, Allocated(open=message, expected=pairing.expected(prompt), ranks=names))
 
+    def decline(self, room: int, peer_epoch: int, error: ErrorInfo, now_s: float) -> None:
+        """Decode: a room is refused before it opens (it can never fit, say); its prefill fails it with this cause.
+
+        Raises `RoomError` where the room runs here, or the peer is gone.
+        """
+        self._now_s = now_s
+        _, effects = self.decode.begin(room, peer_epoch, now_s)
+        self._carry(Role.DECODE, effects)
+        self._local(Role.DECODE, room, Fail(error))
+
     def abort(self, room: int, error: ErrorInfo, now_s: float) -> None:
         """Somebody of this side wants the room no more, in whichever role it is here."""
         self._now_s = now_s

@@ -251,6 +251,11 @@ class DecodeEndpoint(Endpoint):
         self._loop.submit(lambda: self.control.open(facts, address))
         return facts.handle
 
+    def decline(self, room: int, address: str, error: ErrorInfo) -> None:
+        """Refuse a room before it is opened: prefill behind `address` fails it with this cause instead of waiting."""
+        facts = RoomFacts(handle=0, room=room, prompt_tokens=1, prompt_digest=0, lists=())
+        self._loop.submit(lambda: self.control.decline(facts, address, error))
+
 
 def _facts(
     handle: int, room: int, token_ids: TokenIds, lists: IndexLists, request_id: str, prefix_tokens: int = 0

@@ -83,6 +83,9 @@ class PrefillRunner(Runner):
                 hint="Ask with logprob_start_len -1.",
             )
 
+    def decline(self, job: Job, error: ErrorInfo) -> None:
+        """See `Runner`. Prefill does not know who will open the room, so that nobody can be told."""
+
     def _cancel_running(self, job: Job, error: ErrorInfo) -> None:
         if any(entry.job is job for entry in self._jobs.values()):
             self._endpoint.abort(job.room, error.message, code=error.code)

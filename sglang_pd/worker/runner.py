@@ -234,8 +234,13 @@ class Runner(abc.ABC):
             )
             self._fail(waiting.job, error)
 
+    @abc.abstractmethod
+    def decline(self, job: Job, error: ErrorInfo) -> None:
+        """A job was refused, or gave up waiting: the other side of its room learns why, if it can be told."""
+
     def _fail(self, job: Job, error: ErrorInfo) -> None:
         """End a job that holds nothing by an error."""
+        self.decline(job, error)
         self.watch.ended(job, error)
         self.tell(job, Failed(error))
 
