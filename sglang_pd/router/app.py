@@ -25,8 +25,8 @@ from sglang_pd.router.views import Views
 
 log = logging.getLogger("sglang_pd.router")
 
-OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""Paths that need no token: they tell nothing but one word."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+"""What probes and scrapers read, at workers too: it needs no token."""
 
 
 class ClientGone(Exception):

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import httpx
@@ -46,7 +47,6 @@ class Answer:
         self.status = exchange.status
         self.headers = exchange.headers
         self.is_stream = exchange.is_stream
-        self.failure: Failure | None = None
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._iterate()
@@ -57,11 +57,10 @@ class Answer:
 
     async def next(self) -> bytes:
         """The next bytes; empty at the end. Raises `RequestFailed`."""
-        try:
-            return await self._exchange.next()
-        except RequestFailed as failed:
-            self.failure = failed.failure
-            raise
+        chunk = await self._exchange.next()
+        if not chunk:
+            self._release()  # before the client learns of the end, and may use its room again
+        return chunk
 
     def tail(self, failure: Failure) -> bytes:
         """What ends a stream that fails after its beginning."""
@@ -135,11 +134,8 @@ class Dispatcher:
 
     async def _try(self, call: Call, parsed: Parsed, wanted: Wanted, deadline_s: float) -> Answer:
         pair = self._fleet.choose(wanted)
-        if parsed.caller_rooms is not None:
-            rooms = parsed.caller_rooms
-            self.rooms.claim(rooms)
-        else:
-            rooms = self.rooms.draw(parsed.sequences)
+        held = self.rooms.take(parsed.caller_rooms, parsed.sequences)
+        rooms = held.rooms
         control = pair.prefill.target.bootstrap_host, pair.prefill.bootstrap_port
         headers, own_token = self._headers(call, parsed)
         post = Post(self._client, parsed.path, parsed.encode(rooms, *control), headers, own_token)
@@ -159,9 +155,9 @@ class Dispatcher:
             try:
                 await exchange.close()
             finally:
-                self.rooms.release(rooms)
+                self.rooms.release(held)
             raise
-        return Answer(exchange, lambda: self.rooms.release(rooms))
+        return Answer(exchange, partial(self.rooms.release, held))
 
     def _again(self, failure: Failure, parsed: Parsed, wanted: Wanted) -> bool:
         """Whether another attempt may help: in new rooms, which rules out the caller's own."""

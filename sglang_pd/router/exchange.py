@@ -213,11 +213,11 @@ class Exchange:
         while True:
             try:
                 chunk = await self.decode.read()
-            except RequestFailed:
-                if self._cutter is None or not self._cutter.ended:
+            except RequestFailed as failed:
+                if self._cutter is None or not (self._cutter.ended or self._relayed_error):
                     raise
                 self.decode.complete = True  # all was said before the connection broke
-                return b""
+                return self.tail(failed.failure)
             if self._cutter is None:
                 return chunk
             if not chunk:

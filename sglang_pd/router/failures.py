@@ -27,8 +27,14 @@ ELSEWHERE: Final = frozenset({"peer_lost", "peer_unknown", "peer_incompatible", 
 MAX_ERROR_BYTES: Final = 64 * 1024
 """Most bytes of a worker's error that are read."""
 
-_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_FACTS: Final = ("where", "expected", "actual", "hint")
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_FACTS: Final = ("where", "expected", "actual", "hint", "param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,7 @@ class Failure:
                 "leg": self.leg or None,
                 "room": room,
                 "retryable": self.retryable,
+                "param": self.facts.get("where"),
                 **self.facts,
             }
         }
@@ -104,7 +111,7 @@ class RequestFailed(PdError):
         code = failure.code if failure.code in CODES else "worker_failed"
         details = {"leg": failure.leg, "room": failure.room, "worker": failure.worker}
         shown = {name: value for name, value in details.items() if value not in ("", None)}
-        facts = {name: text for name, text in failure.facts.items() if name in _FACTS}
+        facts = {name: text for name, text in failure.facts.items() if name != "param"}
         super().__init__(failure.message, code=code, **facts, **shown)  # type: ignore[arg-type]
         self.failure = failure
 

@@ -28,8 +28,9 @@ class InputLogprobs:
             meta = document.get("meta_info")
             if isinstance(meta, dict) and isinstance(index, int):
                 found = {key: meta[key] for key in KEYS if isinstance(meta.get(key), list)}
-                if found:
-                    self._of.setdefault(index, found)
+                known = self._of.setdefault(index, {})
+                # A stream may tell them at its beginning, at its end, or in every event.
+                known |= {key: values for key, values in found.items() if len(values) >= len(known.get(key, ()))}
         if not stream and len(documents) != self._sequences:
             raise _unfit(f"prefill answered {len(documents)} sequences of {self._sequences}")
 

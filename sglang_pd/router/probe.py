@@ -28,6 +28,7 @@ PATIENCE: Final = 2
 """Looks in a row that may time out before a worker counts as down; a refused connection counts at once."""
 
 _ROLE_KEYS: Final = ("role", "disaggregation_mode")
+_NAMES: Final = ("instance_id", "instance")
 _STATE_KEYS: Final = ("condition", "state", "status")
 
 
@@ -101,7 +102,7 @@ class Prober:
     def _learn(self, worker: Worker, health: Seen, ready: Seen, info: Seen) -> None:
         for seen in (info, ready, health):
             if seen.document.get("epoch") is not None:
-                name = seen.document.get("instance_id") or info.document.get("instance_id") or ""
+                name = next((doc[key] for doc in (seen.document, info.document) for key in _NAMES if doc.get(key)), "")
                 if worker.identify(epoch_text(seen.document["epoch"]), str(name)[:128]):
                     log.warning("%s %s was replaced; it is judged anew", worker.role, worker.url)
                     self.replaced(worker)
@@ -113,6 +114,12 @@ class Prober:
         if worker.role == "prefill" and isinstance(port, int) and port:
             self._learn_port(worker, port)
         worker.sight = sight_of(worker.role, health, ready, info)
+        if info.status in (401, 403):
+            text = "/server_info asks for a token: give worker_bearer_token, or epochs and pairs are not seen"
+            self._say.warning(f"token {worker.url}", "%s %s: %s", worker.role, worker.url, text)
+            if self._headers:
+                reason = f"it does not accept the router's worker_bearer_token ({info.status})"
+                worker.sight = Sight(up=True, reason=reason)
 
     def _learn_port(self, worker: Worker, port: int) -> None:
         if not worker.target.bootstrap_port:
@@ -203,8 +210,6 @@ def sight_of(role: str, health: Seen, ready: Seen, info: Seen) -> Sight:
     own = next((str(info.document[key]) for key in _ROLE_KEYS if info.document.get(key)), role)
     if own in ("prefill", "decode") and own != role:
         return Sight(up=True, reason=f"it is a {own} worker, and is listed as {role}")
-    if health.status in (401, 403):
-        return Sight(reason=f"it does not accept the router's worker_bearer_token ({health.status})")
     states = {_state(seen.document) for seen in (health, ready)}
     if DRAINING in states or True in (health.document.get(DRAINING), ready.document.get(DRAINING)):
         return Sight(up=True, draining=True, reason=DRAINING)

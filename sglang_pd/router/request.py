@@ -82,7 +82,7 @@ def parse(path: str, raw: bytes, max_batch: int) -> Parsed:
         sequences=sequences,
         listed=listed,
         wants_logprobs=path == GENERATE and (any(flag) if isinstance(flag, list) else flag is True),
-        caller_rooms=_caller_rooms(body.get(ROOM), sequences),
+        caller_rooms=_caller_rooms(body.get(ROOM), sequences, n),
         caller_host=_one(body.get(HOST), HOST, str),
         caller_port=_one(body.get(PORT), PORT, int),
     )
@@ -122,22 +122,25 @@ def _samples(path: str, body: dict[str, Any]) -> int:
     return n
 
 
-def _caller_rooms(value: Any, sequences: int) -> tuple[int, ...] | None:
-    """The caller's rooms, one a sequence: a list of as many, or the first of a range."""
+def _caller_rooms(value: Any, sequences: int, n: int) -> tuple[int, ...] | None:
+    """The caller's rooms, one a sequence: a list of as many, the first of a range, or the first of each prompt's."""
     if value is None:
         return None
-    rooms = value if isinstance(value, list) else [value]
-    if any(isinstance(room, bool) or not isinstance(room, int) or not 0 <= room <= MAX_ROOM for room in rooms):
+    firsts = value if isinstance(value, list) else [value]
+    if any(isinstance(room, bool) or not isinstance(room, int) or not 0 <= room <= MAX_ROOM for room in firsts):
         raise _bad_rooms("not a room", "0 to 2**63 - 1", value)
     if not isinstance(value, list):
-        if value > MAX_ROOM - sequences + 1:
-            raise _bad_rooms("the range of rooms overflows", f"at most 2**63 - {sequences} for its first", value)
-        return tuple(range(value, value + sequences))
-    if len(rooms) != sequences:
-        raise _bad_rooms("not one room for each sequence", f"{sequences} rooms", f"{len(rooms)} rooms")
+        each = sequences
+    elif len(firsts) in (sequences, sequences // n):
+        each = sequences // max(len(firsts), 1)
+    else:
+        raise _bad_rooms("not one room for each sequence", f"{sequences} rooms", f"{len(firsts)} rooms")
+    if max(firsts) > MAX_ROOM - each + 1:
+        raise _bad_rooms("the range of rooms overflows", f"at most 2**63 - {each} for its first", value)
+    rooms = tuple(first + number for first in firsts for number in range(each))
     if len(set(rooms)) != len(rooms):
         raise _bad_rooms("rooms overlap", "distinct rooms", value)
-    return tuple(rooms)
+    return rooms
 
 
 def _bad_rooms(message: str, expected: str, actual: Any) -> RequestFailed:
@@ -157,32 +160,42 @@ def _one(value: Any, key: str, kind: type) -> Any:
     return found[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Rooms that one attempt holds."""
+
+    rooms: tuple[int, ...]
+
+
 class RoomBook:
     """The rooms of this router that are open. Bounded by its admitted requests and their sequences."""
 
     def __init__(self) -> None:
-        self._open: set[int] = set()
+        self._open: dict[int, Held] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def draw(self, count: int) -> tuple[int, ...]:
-        """So many new random rooms (1 to 2**63 - 1), claimed."""
-        rooms: list[int] = []
+    def take(self, callers: tuple[int, ...] | None, count: int) -> Held:
+        """The caller's rooms, or so many new random ones (1 to 2**63 - 1). Raises `RequestFailed` with 409 when one of
+        the caller's is open."""
+        taken = [room for room in callers or () if room in self._open]
+        if taken:
+            raise own("room_duplicate", "that room is open already", where=f"$.{ROOM}", actual=str(taken[0]))
+        held = Held(callers if callers is not None else self._draw(count))
+        self._open.update(dict.fromkeys(held.rooms, held))
+        return held
+
+    def release(self, held: Held) -> None:
+        """They are over. Once is enough; rooms that others hold by now stay theirs."""
+        for room in held.rooms:
+            if self._open.get(room) is held:
+                del self._open[room]
+
+    def _draw(self, count: int) -> tuple[int, ...]:
+        rooms: dict[int, None] = {}
         while len(rooms) < count:
             room = secrets.randbits(63)
             if room and room not in self._open:
-                self._open.add(room)
-                rooms.append(room)
+                rooms[room] = None
         return tuple(rooms)
-
-    def claim(self, rooms: Sequence[int]) -> None:
-        """Take a caller's rooms. Raises `RequestFailed` with 409 when one of them is open."""
-        taken = [room for room in rooms if room in self._open]
-        if taken:
-            raise own("room_duplicate", "that room is open already", where=f"$.{ROOM}", actual=str(taken[0]))
-        self._open.update(rooms)
-
-    def release(self, rooms: Sequence[int]) -> None:
-        """The rooms are over."""
-        self._open.difference_update(rooms)
