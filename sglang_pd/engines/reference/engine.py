@@ -16,7 +16,7 @@ from sglang_pd.engines.reference.links import Links
 from sglang_pd.engines.reference.stage import Stage
 from sglang_pd.engines.reference.step import Sequence, StepBuilder
 from sglang_pd.engines.reference.weights import Cut, Weights, build
-from sglang_pd.engines.sampling import choose
+from sglang_pd.engines.sampling import choose, logprobs
 from sglang_pd.memory.lease import Tables
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.spec import StateSpec
@@ -57,6 +57,8 @@ class ReferenceEngine:
         self._stage: Stage | None = None
         self._builder: StepBuilder | None = None
         self._sequences: dict[str, Sequence] = {}
+        self._scores: dict[str, list[float]] = {}
+        """Of prompts that are scored: log-probabilities of their tokens so far, from the second on."""
 
     def _check_topology(self) -> None:
         c, tp = self.config, self.topology.tp
@@ -91,6 +93,7 @@ class ReferenceEngine:
         self._stage = Stage(self.config, self._weights, self._cut, self._links, pools)
         self._builder = StepBuilder(self.config, pools.layout, self._device)
         self._sequences.clear()
+        self._scores.clear()
 
     def start(self, request: Request, tables: Tables) -> None:
         """See `Engine`."""
@@ -108,6 +111,8 @@ class ReferenceEngine:
         if request.request_id in self._sequences:
             raise RoomError("that request is known already", code="request_rejected", where=where)
         self._pools.reset(tables)
+        if request.score:
+            self._scores[request.request_id] = []
         self._sequences[request.request_id] = Sequence(
             request.request_id, position_delta(ids), request.sampling, tables, prompt=ids
         )
@@ -123,12 +128,27 @@ class ReferenceEngine:
                 actual=f"[{chunk.start}, {chunk.stop})",
             )  # fmt: skip
         sequence.tables = chunk.tables
-        logits = self._forward([sequence], prompt[None, chunk.start : chunk.stop])
-        if logits is None or chunk.stop < len(prompt):
+        every = self._forward(
+            [sequence], prompt[None, chunk.start : chunk.stop], every=chunk.request_id in self._scores
+        )
+        if every is None:
             return None
-        output = self._sampled(sequence, logits[0])
+        if chunk.request_id in self._scores:
+            following = prompt[chunk.start + 1 : chunk.stop + 1]
+            told = logprobs(every[0, : len(following)])[np.arange(len(following)), following]
+            self._scores[chunk.request_id] += told.tolist()
+        if chunk.stop < len(prompt):
+            return None
+        output = self._sampled(sequence, every[0, -1])
         sequence.first = (output.token, output.logprob)
         return output
+
+    def prompt_logprobs(self, request_id: str) -> NDArray[np.float64]:
+        """See `PromptScorer`."""
+        sequence = self._known(request_id)
+        if sequence.first is None or request_id not in self._scores:
+            raise RoomError("the prompt is not scored here", code="request_rejected", where=request_id)
+        return np.array(self._scores[request_id], dtype=np.float64)
 
     def handoff(self, request_id: str) -> HandoffRecord:
         """See `Engine`."""
@@ -169,11 +189,12 @@ class ReferenceEngine:
         logits = self._forward(sequences, np.array([[item.token] for item in batch], dtype=np.int64))
         if logits is None:
             return None
-        return [self._sampled(sequence, row) for sequence, row in zip(sequences, logits, strict=True)]
+        return [self._sampled(sequence, row[-1]) for sequence, row in zip(sequences, logits, strict=True)]
 
     def release(self, request_id: str) -> None:
         """See `Engine`."""
         self._sequences.pop(request_id, None)
+        self._scores.pop(request_id, None)
 
     # --- inside ---
 
@@ -187,8 +208,11 @@ class ReferenceEngine:
         sequence.drawn += 1
         return Output(sequence.request_id, token, logprob, logits)
 
-    def _forward(self, sequences: list[Sequence], ids: NDArray[np.int64]) -> NDArray[np.float64] | None:
-        """One step of this stage; float64 [B, vocab] logits of the last new token on the last stage."""
+    def _forward(
+        self, sequences: list[Sequence], ids: NDArray[np.int64], *, every: bool = False
+    ) -> NDArray[np.float64] | None:
+        """One step of this stage; on the last one float64 [B, T, vocab], logits of every new token, or with T = 1 of
+        the last one."""
         if self._stage is None or self._builder is None:
             raise ConfigError("the engine has no pools", where="engine.attach")
         with torch.inference_mode():
@@ -203,5 +227,5 @@ class ReferenceEngine:
             if self.rank.pp_rank < self.topology.pp - 1:
                 self._links.send(x)
                 return None
-            result: NDArray[np.float64] = linear(rms(x[:, -1]), self._weights.head).cpu().numpy()
+            result: NDArray[np.float64] = linear(rms(x if every else x[:, -1:]), self._weights.head).cpu().numpy()
             return result
