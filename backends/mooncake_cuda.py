@@ -1,7 +1,6 @@
 """Device memory as the intra-node NVLink transport needs it: whole `cudaMalloc` allocations that legacy IPC can export.
 
 Bound with ctypes to the CUDA runtime that Mooncake's GPU wheels load anyway, so that it needs nothing more installed.
-Not run on a GPU yet in this form.
 """
 
 from __future__ import annotations
@@ -21,6 +20,22 @@ _ATTRIBUTE_ORDINAL = 9
 _ATTRIBUTE_LEGACY_IPC = 10
 
 
+_in_use: list[int] = []
+"""Ordinals of the devices on which memory was allocated or adopted, in order."""
+
+
+def bind_thread(address: int | None = None) -> None:
+    """Make the device of `address`, or the first one in use, this thread's current one.
+
+    The library asks CUDA about memory in the calling thread's context, and knows nothing of another device's (measured:
+    registering memory of a device that is not current fails with CUDA error 500).
+    """
+    if address is not None:
+        _runtime().cudaSetDevice(_attribute(address, _ATTRIBUTE_ORDINAL, f"mooncake, {address:#x}"))
+    elif _in_use:
+        _runtime().cudaSetDevice(_in_use[0])
+
+
 def is_device(device: str) -> bool:
     """Whether the text has the form `cuda:N`."""
     return re.fullmatch(r"cuda:\d{1,4}", device) is not None
@@ -36,6 +51,7 @@ def current_device() -> str:
 def allocate(nbytes: int, device: str) -> Segment:
     """Zeroed memory of its own allocation. Raises `BackendError` (`memory_refused`)."""
     runtime = _runtime()
+    _note(int(device[5:]))
     before = ctypes.c_int()
     runtime.cudaGetDevice(ctypes.byref(before))
     pointer = ctypes.c_void_p()
@@ -86,6 +102,12 @@ def check_exportable(segment: Segment) -> None:
             expected="memory from cudaMalloc",
             hint="Run without expandable_segments:True in PYTORCH_ALLOC_CONF, or use this backend's allocate",
         )
+    _note(ordinal)
+
+
+def _note(ordinal: int) -> None:
+    if ordinal not in _in_use:
+        _in_use.append(ordinal)
 
 
 @cache

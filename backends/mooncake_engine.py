@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_pd.backends import mooncake_sockets
+from sglang_pd.backends import mooncake_cuda, mooncake_sockets
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import OPTIONS_PATH, MooncakeOptions
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
@@ -74,6 +74,8 @@ class Engine:
         """The library's object. Raises `BackendError` once stopped. Do not keep it: it would keep the engine."""
         if self._raw is None:
             raise BackendError("the engine is closed", where="mooncake")
+        if self.options.transport == "nvlink_intra":
+            mooncake_cuda.bind_thread()
         return self._raw
 
     @property
@@ -143,8 +145,11 @@ class Engine:
         if not addresses:
             return
         raw = self.raw
+        code: int | str
         try:
-            if remote or not self._library.has_tickets:
+            if self.options.transport == "nvlink_intra":
+                code = self._register_on_device(raw, addresses, sizes)
+            elif remote or not self._library.has_tickets:
                 code = raw.batch_register_memory(list(addresses), list(sizes))
             else:
                 codes = (raw.register_memory(a, n, "*", False) for a, n in zip(addresses, sizes, strict=True))
@@ -157,8 +162,21 @@ class Engine:
                 code="memory_refused",
                 where=f"{len(addresses)} segments, the first of {sizes[0]} bytes at {addresses[0]:#x}",
                 expected=0,
-                actual=f"{code} ({_REGISTER_CODES.get(code, 'see standard error')})",
+                actual=f"{code} ({_REGISTER_CODES.get(code, 'see standard error') if isinstance(code, int) else 'raised'})",
             )
+
+    @staticmethod
+    def _register_on_device(raw: Any, addresses: Sequence[int], sizes: Sequence[int]) -> int:
+        """One by one, each with its device current; what was registered before a refusal is taken back."""
+        for done, (address, nbytes) in enumerate(zip(addresses, sizes, strict=True)):
+            mooncake_cuda.bind_thread(address)
+            code = int(raw.register_memory(address, nbytes, "*"))
+            if code:
+                if done:
+                    raw.batch_unregister_memory(list(addresses[:done]))
+                return code
+        mooncake_cuda.bind_thread()
+        return 0
 
     def unregister(self, addresses: Sequence[int]) -> None:
         """Take back a registration made for a probe."""

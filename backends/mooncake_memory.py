@@ -53,7 +53,9 @@ class Memory:
         elif mooncake_cuda.is_device(segment.device) and self._device:
             mooncake_cuda.check_exportable(segment)
         else:
-            raise _refused("this transport cannot use memory there", where=where, expected=self._places())
+            raise BackendError(
+                "this transport adopts no memory there", where=f"mooncake, {where}", expected=self._places()
+            )
 
     def overlaps(self, segment: Segment) -> bool:
         """Whether a registered segment shares bytes with this one (registering it for a probe would be refused)."""
