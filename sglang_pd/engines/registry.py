@@ -64,7 +64,7 @@ ENGINES: Final[dict[str, Entry]] = {
     "transformers": Entry(
         "sglang_pd.engines.transformers",
         "sglang_pd.engines.transformers:describe_options",
-        "sglang_pd.engines.transformers:create_engine",
+        "sglang_pd.engines.transformers:TransformersEngine",
         "sglang-pd[transformers]",
     ),
 }

@@ -9,6 +9,7 @@ import pytest
 from support.reference_run import PREFILL, SPARSE, Host, prompt_ids
 
 from sglang_pd.engines.base import PrefillChunk, PromptScorer, Request
+from sglang_pd.engines.reference.engine import DELTA_TOKENS
 from sglang_pd.engines.sampling import logprobs
 from sglang_pd.protocol.errors import RoomError
 
@@ -31,11 +32,12 @@ def test_scores_are_those_of_the_prefixes(cuts: tuple[int, ...]) -> None:
     host, ids = Host(SPARSE, PREFILL), prompt_ids(17)
     found = scored(host, ids, cuts)
     want = []
-    for length in range(1, len(ids)):
+    for length in range(DELTA_TOKENS, len(ids)):  # shorter prompts have coordinates of their own
         run = host.prefill("prefix", ids[:length])
         want.append(logprobs(run.logits[0])[ids[length]])
         host.end(run)
-    assert found.tolist() == want
+    assert found[DELTA_TOKENS - 1 :].tolist() == want
+    assert found.tolist() == scored(host, ids, ()).tolist()
 
 
 def test_a_prompt_of_one_token_has_none() -> None:

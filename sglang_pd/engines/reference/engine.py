@@ -135,8 +135,8 @@ class ReferenceEngine:
             return None
         if chunk.request_id in self._scores:
             following = prompt[chunk.start + 1 : chunk.stop + 1]
-            told = logprobs(every[0, : len(following)])[np.arange(len(following)), following]
-            self._scores[chunk.request_id] += told.tolist()
+            rows = zip(every[0], following.tolist(), strict=False)  # row by row: sums then do not depend on the chunk
+            self._scores[chunk.request_id] += [float(logprobs(row)[token]) for row, token in rows]
         if chunk.stop < len(prompt):
             return None
         output = self._sampled(sequence, every[0, -1])
