@@ -119,11 +119,17 @@ OTHER_CACHES = {
 }  # fmt: skip
 """Models that cannot be carried."""
 
-MODELS = NAMED | OTHERS | STATE_ELSEWHERE | OTHER_CACHES
+ALL_SELECTED = {
+    f"{name}, all selected": {**BASE, **MLA, **INDEXER, "index_topk": 64}
+    for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+}
+"""Sparse attention that selects every token: scores at a tie (many are zero here) depend on what else is in a batch."""
+
+MODELS = NAMED | OTHERS | STATE_ELSEWHERE | OTHER_CACHES | ALL_SELECTED
 
 
 def options(name: str, dtype: str = "float32", **more: Any) -> dict[str, Any]:
-    return {"random": {"class": name, "config": MODELS[name], "seed": 1}, "dtype": dtype, **more}
+    return {"random": {"class": name.split(",")[0], "config": MODELS[name], "seed": 1}, "dtype": dtype, **more}
 
 
 @cache

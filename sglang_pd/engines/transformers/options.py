@@ -33,7 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     decode_batch: most requests of one forward in decode. 1 is bit-equal to the model run alone. Above 1, a forward
     takes several requests, padded on the left; the library's sums then depend on the batch, so that logits agree
-    within rounding only, and a near tie may choose another token.
+    within rounding only. A near tie may then choose another token, and so may a tie of the scores by which sparse
+    attention selects.
     self_check: at load, hand a short prompt over inside the process and refuse a model whose next logits change.
     """
 
