@@ -27,7 +27,7 @@ DEFAULT_PORTS = (15_000, 17_000)
 
 _START = threading.Lock()
 
-_REGISTER_CODES = {
+_REGISTER_CODES: dict[int | str, str] = {
     -1: "invalid argument",
     -3: "not registered",
     -7: "overlaps a registration",
@@ -162,7 +162,7 @@ class Engine:
                 code="memory_refused",
                 where=f"{len(addresses)} segments, the first of {sizes[0]} bytes at {addresses[0]:#x}",
                 expected=0,
-                actual=f"{code} ({_REGISTER_CODES.get(code, 'see standard error') if isinstance(code, int) else 'raised'})",
+                actual=f"{code} ({_REGISTER_CODES.get(code, 'see standard error')})",
             )
 
     @staticmethod
