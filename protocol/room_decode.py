@@ -164,8 +164,8 @@ class DecodeRoom(RoomMachine):
 
     def _check_complete(self, now_s: float) -> None:
         if self.handoff is not None and self._ledger.complete:
-            self._finish(T.COMPLETE, None, now_s)
             self._out.append(Admit(self.room, self.generation, self.handoff))
+            self._finish(T.COMPLETE, None, now_s)
             self._send(Admitted(room=self.room, generation=self.generation))
         else:
             self._short(now_s)

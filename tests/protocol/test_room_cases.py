@@ -196,7 +196,7 @@ def test_decode_admits_on_all_ranges_and_the_record_in_any_order(order: tuple[in
         effects = room.handle(message, NOW_S, room.peer)
         if n < len(arrivals) - 1:
             assert not of(effects, Admit)
-    assert [type(effect) for effect in effects] == [Ended, Admit, Send, Releasable]
+    assert [type(effect) for effect in effects] == [Admit, Ended, Send, Releasable]
     assert sent(effects, Admitted) and room.now_in is State.DONE
     assert sent(room.handle(RoomEnd(**KEY, records=6), NOW_S, room.peer), Admitted), "a lost Admitted is said again"
 
