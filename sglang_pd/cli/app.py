@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import msgspec
 import typer
 
+from sglang_pd.launch.processes import follow_parent
 from sglang_pd.protocol.errors import PdError
 
 EXIT_NO: Final = 1
@@ -31,6 +32,8 @@ class Command(NamedTuple):
 COMMANDS: Final[list[Command]] = [
     Command("prefill", "sglang_pd.cli.prefill"),
     Command("decode", "sglang_pd.cli.decode"),
+    Command("up", "sglang_pd.cli.up"),
+    Command("demo", "sglang_pd.cli.demo"),
     Command("check", "sglang_pd.cli.check"),
     Command("explain", "sglang_pd.cli.explain"),
     Command("capabilities", "sglang_pd.cli.capabilities"),
@@ -82,6 +85,7 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Entry point. Ends without running finalisers: a process that has loaded UCX would die of them by SIGSEGV."""
     code = EXIT_USAGE
+    follow_parent()
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ def run(role: str, path: str, sets: Sequence[str]) -> int:
     if config.role != role:
         raise ConfigError("the wrong role", where="$.role", expected=role, actual=config.role, file=path)
     require(*NEEDED)
-    from sglang_pd.launch import run_worker  # only now: it needs the packages above
+    from sglang_pd.launch.worker import run_worker  # only now: it needs the packages above
 
     run_worker(config)
     return 0

@@ -1,4 +1,4 @@
-"""The processes of a deployment: a worker in this one, and others started, watched and ended as a group."""
+"""A worker as a process that is ours from the start: environment, logs, server, drain."""
 
 from __future__ import annotations
 
