@@ -62,8 +62,8 @@ _FACTS: Final[dict[str, tuple[_Fact, ...]]] = {
 }
 
 
-def support() -> tuple[Support, ...]:
-    """Every transport of every backend, in the order of the matrix."""
+def support(only: str = "") -> tuple[Support, ...]:
+    """Every transport of every backend, or of one, in the order of the matrix. Imports the backends it tells of."""
     return tuple(
         Support(
             backend,
@@ -77,6 +77,7 @@ def support() -> tuple[Support, ...]:
             verified_on(backend).get(fact.transport, "not yet run"),
         )
         for backend, facts in _FACTS.items()
+        if backend == only or not only
         for fact in facts
     )
 
@@ -93,7 +94,7 @@ def verified_on(backend: str) -> Mapping[str, str]:
 
 def transports_of(backend: str, options: Mapping[str, Any]) -> Support:
     """What a backend with these options may do over any of its transports. Raises `ConfigError` for one not known."""
-    chosen = [s for s in support() if s.backend == backend and _selected(s, options)]
+    chosen = [s for s in support(backend) if s.backend == backend and _selected(s, options)]
     if not chosen:
         raise ConfigError("nothing is known of that backend", where="$.backend.name", actual=backend)
     return Support(
