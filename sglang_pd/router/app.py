@@ -51,10 +51,9 @@ class Completion:
         except RequestFailed as failed:
             result = outcome(failed.failure)
             await respond(send, failed.failure)
-        except (ClientGone, asyncio.CancelledError):
+        except ClientGone:
             result = "cancelled"
             self._dispatcher.metrics.add("disconnects_total", path)
-            raise
         finally:
             metrics = self._dispatcher.metrics
             metrics.add("requests_total", path, result)
@@ -114,7 +113,8 @@ async def relay(answer: Answer, send: Send) -> Failure | None:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except RequestFailed as failed:
         if not answer.is_stream:
-            raise ConnectionResetError(f"the answer was cut off: {failed}") from failed
+            log.warning("an answer was cut off: %s", failed)
+            return failed.failure  # without an end: the server drops the connection
         await send({"type": "http.response.body", "body": answer.tail(failed.failure), "more_body": False})
         return failed.failure
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -24,6 +24,8 @@ MAX_BYTES: Final = 4 * 2**20
 """Most bytes of one answer to a look."""
 MAX_PEERS: Final = 4096
 DRAINING: Final = "draining"
+STOP_S: Final = 0.5
+"""Seconds for looks that are under way to end when the router stops."""
 PATIENCE: Final = 2
 """Looks in a row that may time out before a worker counts as down; a refused connection counts at once."""
 
@@ -53,6 +55,7 @@ class Prober:
         self._looked: dict[Worker, asyncio.Event] = {}
         self._missed: dict[Worker, int] = {}
         self._resolving: asyncio.Task[None] | None = None
+        self._stopping = False
         self._say = RateLimited(log)
         self.replaced: Callable[[Worker], None] = lambda worker: None
 
@@ -65,13 +68,19 @@ class Prober:
         await asyncio.gather(*firsts)
 
     async def stop(self) -> None:
-        """End all looking."""
-        tasks = [*self._tasks.values(), *([self._resolving] if self._resolving else [])]
-        for task in tasks:
-            task.cancel()
+        """End all looking. A look that is under way may end by itself: a connection cancelled while it is made leaks
+        its socket in the library below."""
+        self._stopping = True
+        if self._resolving is not None:
+            self._resolving.cancel()
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for bell in self._bells.values():
+            bell.set()
         if tasks:
-            await asyncio.wait(tasks)
-        self._tasks.clear()
+            _, late = await asyncio.wait(tasks, timeout=STOP_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def poke(self, worker: Worker) -> None:
         """Something happened to that worker."""
@@ -80,16 +89,19 @@ class Prober:
 
     async def look(self, worker: Worker) -> None:
         """One look at one worker."""
-        try:
-            health, ready, info, peers = await asyncio.gather(
-                self._get(worker, "/health"),
-                self._get(worker, "/ready"),
-                self._get(worker, "/server_info") if self._asks_identity(worker) else _nothing(),
-                self._get(worker, "/peers") if worker.role == "decode" else _nothing(),
-            )
-        except httpx.HTTPError as error:
+        answers = await asyncio.gather(
+            self._get(worker, "/health"),
+            self._get(worker, "/ready"),
+            self._get(worker, "/server_info") if self._asks_identity(worker) else _nothing(),
+            self._get(worker, "/peers") if worker.role == "decode" else _nothing(),
+            return_exceptions=True,
+        )
+        if (error := next((answer for answer in answers if isinstance(answer, BaseException)), None)) is not None:
+            if not isinstance(error, httpx.HTTPError):
+                raise error
             self._missing(worker, error)
             return
+        health, ready, info, peers = (answer for answer in answers if isinstance(answer, Seen))
         self._missed.pop(worker, None)
         self._learn(worker, health, ready, info)
         if worker.role == "decode" and peers.status == 200:
@@ -162,12 +174,14 @@ class Prober:
 
     async def _look_again(self, worker: Worker) -> None:
         bell, looked = self._bells[worker], self._looked[worker]
-        while True:
+        while not self._stopping:
             try:
                 await self.look(worker)
             except Exception:
                 log.exception("a defect while looking at %s", worker.url)
             looked.set()
+            if self._stopping:
+                break
             try:
                 await asyncio.wait_for(bell.wait(), self._timeouts.probe_s)
                 await asyncio.sleep(min(0.05, self._timeouts.probe_s))  # many failures at once are one look

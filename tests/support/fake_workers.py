@@ -251,7 +251,7 @@ class Served:
 
     async def stop(self) -> None:
         """End it at once: open connections are dropped."""
-        self.server.should_exit = self.server.force_exit = True
+        self.server.should_exit = True
         for connection in list(self.server.server_state.connections):
             with contextlib.suppress(Exception):
                 connection.transport.abort()
@@ -260,7 +260,7 @@ class Served:
 
 async def serve_app(app: Any, *, host: str = "127.0.0.1", port: int = 0, lifespan: str = "off") -> Served:
     listener = listen(Address(host, port))
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan=lifespan, timeout_graceful_shutdown=0)  # type: ignore[arg-type]
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan=lifespan)  # type: ignore[arg-type]
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started or task.done())
@@ -319,9 +319,10 @@ async def cluster(
     }
     served: dict[FakeWorker, Served] = {}
     everybody = [*workers["prefill"], *workers["decode"]]
-    for worker in everybody:
-        served[worker] = await serve_app(worker.app(), host=host)
-        worker.url = served[worker].url
+    for worker, running in zip(
+        everybody, await asyncio.gather(*(serve_app(worker.app(), host=host) for worker in everybody)), strict=True
+    ):
+        served[worker], worker.url = running, running.url
     prepare = config.pop("prepare", None)
     if prepare is not None:
         prepare(everybody)
@@ -333,4 +334,5 @@ async def cluster(
         async with httpx.AsyncClient(base_url=front.url, timeout=30, trust_env=False) as client:
             yield Cluster(workers["prefill"], workers["decode"], router, client, front.url, served)
     finally:
-        await asyncio.gather(front.stop(), *(running.stop() for running in served.values()))
+        await front.stop()
+        await asyncio.gather(*(running.stop() for running in served.values()))
