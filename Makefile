@@ -20,7 +20,7 @@ help:
 	@echo "make test-all  set up and run every test (at most 60 minutes)"
 	@echo "make lint      formatting, types, import direction"
 	@echo "make format    let ruff fix what it can"
-	@echo "make demo      the main job, end to end (not there yet)"
+	@echo "make demo      the main job, end to end, over nixl (DEMO='--backend local' for shared memory)"
 	@echo "make chaos     rooms under faults, kills and a bad link: ROOMS=2000 SEED=any BACKEND=local MINUTES=0"
 
 install: $(stamp)
@@ -42,8 +42,8 @@ lint: install
 format: install
 	@$(bin)/ruff check --fix . && $(bin)/ruff format .
 
-demo:
-	@echo "make demo: not there yet; it comes with the engines and servers (see README.md)." >&2; exit 1
+demo: install
+	@$(bin)/sglang-pd demo $(DEMO)
 
 chaos: install
 	@$(bin)/python tests/chaos/chaos_run.py --rooms $(or $(ROOMS),2000) --backend $(or $(BACKEND),local) \

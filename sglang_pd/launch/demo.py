@@ -28,17 +28,17 @@ SAMPLED: Final = frozenset({37, 200})
 """Lengths of the prompts that are streamed, and of those that are sampled: the sampler's state travels too."""
 CHUNK_TOKENS: Final = 512
 """The longest prompt is computed and sent in two chunks, the others in one."""
-NEW_TOKENS: Final = 24
+NEW_TOKENS: Final = 16
 SAMPLING: Final = Sampling(temperature=0.8, top_p=0.95, top_k=40, seed=20)
 POISON: Final = 0x7B
 REQUEST_S: Final = 60.0
 
 QWEN4: Final[dict[str, Any]] = {
-    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "linear_attention", "indexed_attention"] * 2, "hc_count": 2, "hc_lowrank": 8,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_count": 2, "hc_lowrank": 8,
     "ple_layer_ids": [1, 3], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 101,
     "split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
     "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4,
