@@ -85,6 +85,7 @@ class Endpoint:
         self.watch = watch or Watch()
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._told = False
         self._handles = itertools.count(1)
         self._closed = False
         self._active: dict[int, int] = {}
@@ -116,7 +117,9 @@ class Endpoint:
                 del self._active[event.room]
         self.watch.event(event)
         self._events.append(event)
-        os.eventfd_write(self._event_fd, 1)
+        if not self._told:
+            self._told = True
+            os.eventfd_write(self._event_fd, 1)
 
     def _enter(self, room: int) -> int:
         """A handle for a room's call, unless the room is in use here: its chunks could not be told apart."""
@@ -131,6 +134,7 @@ class Endpoint:
             os.eventfd_read(self._event_fd)
         except BlockingIOError:
             return []
+        self._told = False  # after reading, before taking: an event that comes from here on wakes again
         events = []
         while self._events:
             events.append(self._events.popleft())

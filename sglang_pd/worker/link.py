@@ -1,8 +1,8 @@
 """The sockets of one control: a ROUTER that peers and own ranks call, and a DEALER for each peer it calls itself.
 
-Frames go out without waiting; one that cannot is dropped and counted, since the protocol recovers lost messages. With
-CURVE keys a client whose key is not listed is dropped by the library before any body is read. Data planes are not
-covered by CURVE.
+Frames of one turn leave together, without waiting; what cannot is dropped and counted, since the protocol recovers lost
+messages. With CURVE keys a client whose key is not listed is dropped by the library before any body is read. Data
+planes are not covered by CURVE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from sglang_pd.protocol.errors import ConfigError
 
 MAX_FRAME_BYTES = 32 * 2**20
 HIGH_WATER = 10_000
-"""Messages queued a direction before frames are dropped."""
+"""Batches queued a direction before frames are dropped."""
+MAX_BATCH = 64
+"""Frames that travel as one multipart message: what a turn of the control thread has for a peer wakes it once."""
+LARGE_FRAME_BYTES = 256 * 2**10
+"""A frame of this size waits for no other."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Link:
         self._routers: dict[str, zmq.Socket[bytes]] = {}
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._next = 0
+        self._out: dict[Party, list[bytes]] = {}
         self.counts: Counter[str] = Counter()
         self._zap: zmq.Socket[bytes] | None = None
         if curve is not None:
@@ -134,19 +139,29 @@ class Link:
             dealer.close(linger=0)
 
     def send(self, party: Party, frame: bytes) -> bool:
-        """Queue one frame. False, and counted, when it was dropped: no such party, or its queue is full."""
-        try:
-            if isinstance(party, Called):
-                self._dealers[party.number].send(frame, zmq.DONTWAIT)
-            else:
-                self._routers[party.socket].send_multipart([party.identity, frame], zmq.DONTWAIT)
-        except (zmq.ZMQError, KeyError):
-            self.counts["send_dropped"] += 1
-            return False
+        """Queue one frame. It leaves with the next `flush`, together with others for the same party, in order."""
+        waiting = self._out.setdefault(party, [])
+        waiting.append(frame)
+        if len(waiting) >= MAX_BATCH or len(frame) >= LARGE_FRAME_BYTES:
+            self._flush(party, self._out.pop(party))
         return True
 
+    def flush(self) -> None:
+        """Let everything queued leave. What cannot is dropped and counted: no such party, or its queue is full."""
+        while self._out:
+            self._flush(*self._out.popitem())
+
+    def _flush(self, party: Party, frames: list[bytes]) -> None:
+        try:
+            if isinstance(party, Called):
+                self._dealers[party.number].send_multipart(frames, zmq.DONTWAIT)
+            else:
+                self._routers[party.socket].send_multipart([party.identity, *frames], zmq.DONTWAIT)
+        except (zmq.ZMQError, KeyError):
+            self.counts["send_dropped"] += len(frames)
+
     def receive(self, most: int = 1_000) -> Iterator[tuple[Party, bytes]]:
-        """Frames that are there now, at most `most` a socket. Shapes other than one frame are dropped and counted."""
+        """Frames that are there now, of at most `most` batches a socket. Too large a batch is dropped and counted."""
         self._authenticate()
         for name, router in self._routers.items():
             for _ in range(most):
@@ -154,8 +169,10 @@ class Link:
                     parts = router.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
                     break
-                if len(parts) == 2:
-                    yield Caller(name, parts[0]), parts[1]
+                if 2 <= len(parts) <= 1 + MAX_BATCH:
+                    caller = Caller(name, parts[0])
+                    for frame in parts[1:]:
+                        yield caller, frame
                 else:
                     self.counts["malformed_frames"] += 1
         for number, dealer in list(self._dealers.items()):
@@ -164,8 +181,9 @@ class Link:
                     parts = dealer.recv_multipart(zmq.DONTWAIT)
                 except (zmq.Again, zmq.ZMQError):
                     break
-                if len(parts) == 1:
-                    yield Called(number), parts[0]
+                if len(parts) <= MAX_BATCH:
+                    for frame in parts:
+                        yield Called(number), frame
                 else:
                     self.counts["malformed_frames"] += 1
 

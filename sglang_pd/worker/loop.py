@@ -149,6 +149,7 @@ class WorkerLoop:
         self._guard(self._driven.turn)
         self._guard(step)  # orders that this turn gave start now, not at the next wake-up
         self._guard(self._driven.turn)
+        self._guard(self._link.flush)
         return busy
 
     def _guard(self, call: Callable[[], object]) -> None:

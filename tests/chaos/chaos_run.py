@@ -1,4 +1,4 @@
-"""A chaos run: `python tests/chaos/chaos_run.py --rooms 2000 --seed 7`. The seed decides what is done; timing stays real.
+"""A chaos run: `python tests/chaos/chaos_run.py --rooms 2000 --seed 7`. The seed decides what is done, not its timing.
 
 At the end, and for every process that was not killed: every admitted room had the right bytes, every handle got exactly
 one terminal event and one RELEASABLE, no lease, room or withheld memory is left, canaries are intact, descriptors are

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_run import Run  # noqa: E402
+from chaos_run import Run
 
 
 @pytest.mark.timeout(240)
