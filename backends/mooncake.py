@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.backends import mooncake_blob
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
     Backend,
@@ -39,15 +38,17 @@ from sglang_pd.backends.base import (
     batch_addresses,
     check_batch,
 )
-from sglang_pd.backends.mooncake_blob import Blob
+from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_chunk import Pieces
 from sglang_pd.backends.mooncake_inbound import Inbound
-from sglang_pd.backends.mooncake_library import Library, load, version_tuple
+from sglang_pd.backends.mooncake_library import Library, load
 from sglang_pd.backends.mooncake_links import Links
 from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions, check_environment, environment, parse_options
 from sglang_pd.backends.mooncake_pump import Pump
-from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound, own_process
+from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.protocol.batch import I64, U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
@@ -174,7 +175,7 @@ class MooncakeBackend(Backend):
         self._check_open()
         engine = self._inbound.engine
         self._described = True
-        return mooncake_blob.encode(
+        return ENVELOPE.seal(
             Blob(
                 mooncake_version=self._library.version,
                 transport=self._options.transport,
@@ -182,43 +183,21 @@ class MooncakeBackend(Backend):
                 generation=self._inbound.generation,
                 session=engine.session,
                 identity_address=self._inbound.identity_address,
-                addresses=self._memory.base.astype("<u8").tobytes(),
-                sizes=self._memory.bytes.astype("<u8").tobytes(),
-                devices=tuple(one.device for one in self._memory.segments),
-                process=own_process(),
+                segments=[SegmentEntry(one.address, one.nbytes, one.device) for one in self._memory.segments],
+                process=own_identity(),
             )
         )
 
     def connect(self, blob: bytes, epoch: int) -> Peer:
         """See `Backend.connect`. Reads the peer's identity through the library before anything may be written."""
         self._check_open()
-        described = mooncake_blob.decode(blob)
-        self._check_match(described, epoch)
+        described = decode_matching(blob, epoch, self._options.transport, self._library.version)
         outbound = self._reach(described)
         self._made += 1
         peer = MooncakePeer(self._made, described, outbound)
         self._links.join(outbound, peer)
         self._peers[peer.number] = peer
         return peer
-
-    def _check_match(self, blob: Blob, epoch: int) -> None:
-        where = f"mooncake, {blob.session}"
-        if blob.epoch != epoch:
-            expected, actual = f"{epoch:#x}", f"{blob.epoch:#x}"
-            raise BackendError(
-                "the blob is of another incarnation", code="epoch_stale", where=where, expected=expected, actual=actual
-            )
-        if blob.transport != self._options.transport:
-            raise BackendError(
-                "the peer uses another transport", where=where, expected=self._options.transport, actual=blob.transport
-            )
-        if version_tuple(blob.mooncake_version)[:2] != version_tuple(self._library.version)[:2]:
-            raise BackendError(
-                "the peer's Mooncake is of another series",
-                where=where,
-                expected=self._library.version,
-                actual=blob.mooncake_version,
-            )
 
     def _reach(self, blob: Blob) -> Outbound:
         """The library may wait a minute for a peer that hangs; the owner waits `connect_timeout_s` at most."""
@@ -342,7 +321,7 @@ class MooncakeBackend(Backend):
         if all(gone):
             self._memory.release()
         for peer in self._peers.values():
-            peer.release()
+            peer.watch.close()
         self._peers.clear()
 
     def _check_open(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -11,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sglang_pd.backends.base import Peer, Transfer, TransferState
-from sglang_pd.backends.mooncake_blob import Blob, ProcessMark
+from sglang_pd.backends.library_process import Watch
+from sglang_pd.backends.mooncake_blob import Blob
 from sglang_pd.backends.mooncake_chunk import Chunk, Pieces
 from sglang_pd.backends.mooncake_engine import Engine
 from sglang_pd.protocol.batch import U64
@@ -130,9 +131,9 @@ class MooncakePeer(Peer):
         self.blob = blob
         self.epoch = blob.epoch
         self.transport = blob.transport
-        self.base: U64 = blob.base
-        self.bytes: U64 = blob.segment_bytes
-        self.segment_bytes = tuple(int(n) for n in self.bytes)
+        self.base: U64 = np.array([one.address for one in blob.segments], np.uint64)
+        self.segment_bytes = tuple(one.nbytes for one in blob.segments)
+        self.bytes: U64 = np.array(self.segment_bytes, np.uint64)
         self.outbound = outbound
         self.waiting: deque[MooncakeTransfer] = deque()
         self.flying: deque[Flight] = deque()
@@ -145,7 +146,7 @@ class MooncakePeer(Peer):
         self.verify_pause_s = 0.5
         self.verify_failures = 0
         self.connected = True
-        self.process = watch_process(blob.process)
+        self.watch = Watch(blob.process)
         self._lost: PdError | None = None
         self._lost_lock = threading.Lock()
 
@@ -168,52 +169,4 @@ class MooncakePeer(Peer):
 
     def dead(self) -> bool:
         """True when this host's kernel says that the peer's process has ended, all threads of it."""
-        return self.process is not None and process_ended(self.process)
-
-    def __del__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give back the process descriptor, which otherwise lives as long as the peer can be asked for a fence."""
-        with self._lost_lock:
-            descriptor, self.process = self.process, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def own_process() -> ProcessMark | None:
-    """This process, for peers of the same host; None where /proc does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
-            boot_id = boot.read().strip()
-        return ProcessMark(boot_id, os.readlink("/proc/self/ns/pid"), os.getpid(), _start_ticks(os.getpid()))
-    except (OSError, ValueError):
-        return None
-
-
-def watch_process(mark: ProcessMark | None) -> int | None:
-    """A descriptor of that very process if it is one of this host and PID namespace, else None."""
-    mine = own_process()
-    if mark is None or mine is None or (mark.boot, mark.pid_namespace) != (mine.boot, mine.pid_namespace):
-        return None
-    try:
-        descriptor = os.pidfd_open(mark.pid)
-    except OSError:
-        return None
-    try:
-        if _start_ticks(mark.pid) == mark.start_ticks:
-            return descriptor
-    except (OSError, ValueError):
-        pass
-    os.close(descriptor)
-    return None
-
-
-def process_ended(descriptor: int) -> bool:
-    """Whether the process of a pidfd has ended."""
-    return bool(select.select([descriptor], [], [], 0)[0])
-
-
-def _start_ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
+        return self.watch.gone()

@@ -44,8 +44,9 @@ from sglang_pd.backends.base import (
     TransferState,
     check_batch,
 )
+from sglang_pd.backends.library_process import own_identity
 from sglang_pd.backends.mori_adopt import Prover
-from sglang_pd.backends.mori_blob import MAX_SEGMENTS, EngineBlob, SegmentEntry, decode_blob, encode_blob
+from sglang_pd.backends.mori_blob import ENVELOPE, MAX_SEGMENTS, EngineBlob, SegmentEntry, decode_blob
 from sglang_pd.backends.mori_library import (
     DOOR_BYTES,
     EngineHost,
@@ -208,11 +209,12 @@ class MoriBackend(Backend):
         """The connect blob."""
         self._check_open()
         engine, door = self._engines[0].pack()
-        return encode_blob(
+        return ENVELOPE.seal(
             EngineBlob(
                 epoch=self._epoch,
                 mori_version=self._library.version,
                 key=self._engines[0].key,
+                process=own_identity(),
                 engine=engine,
                 door=door,
                 segments=self._entries,

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from sglang_pd.backends.base import Segment
-from sglang_pd.backends.mori_blob import malformed
+from sglang_pd.backends.library_blob import malformed
 from sglang_pd.backends.mori_options import MoriOptions
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError, TransferError
 

@@ -45,9 +45,10 @@ from sglang_pd.backends.base import (
     batch_addresses,
     check_batch,
 )
-from sglang_pd.backends.nixl_blob import MAX_SEGMENTS, AgentBlob, SegmentEntry, decode_blob, encode_blob
+from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_process import ProcessIdentity, own_identity, same_host, same_pid_namespace
+from sglang_pd.backends.nixl_blob import ENVELOPE, MAX_SEGMENTS, AgentBlob, decode_blob
 from sglang_pd.backends.nixl_engine import Engine
-from sglang_pd.backends.nixl_host import ProcessIdentity, own_identity, same_host, same_pid_namespace
 from sglang_pd.backends.nixl_library import Library, load_library, log
 from sglang_pd.backends.nixl_link import Link
 from sglang_pd.backends.nixl_options import (
@@ -223,7 +224,7 @@ class NixlBackend(Backend):
         """The connect blob. Another one after every `revoke`."""
         self._check_open()
         agent, metadata = self._engine.call(self._engine.describe)
-        return encode_blob(
+        return ENVELOPE.seal(
             AgentBlob(
                 epoch=self._epoch,
                 agent=agent,

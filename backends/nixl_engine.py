@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sglang_pd.backends.nixl_blob import AgentBlob, SegmentEntry, agent_name
-from sglang_pd.backends.nixl_host import ProcessIdentity, own_identity, process_gone
+from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_process import ProcessIdentity, own_identity, process_gone
+from sglang_pd.backends.nixl_blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
 from sglang_pd.backends.nixl_link import BEAT, Link
 from sglang_pd.backends.nixl_memory import use_device

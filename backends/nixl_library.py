@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.backends.nixl_blob import SegmentEntry
+from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.nixl_options import NixlOptions, ucx_settings
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, TransferError
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.library_process import Watch
 from sglang_pd.backends.nixl_blob import AgentBlob
-from sglang_pd.backends.nixl_host import Watch
 from sglang_pd.backends.nixl_library import Agent, Handle, log
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import Segment, Transfer, TransferState
-from sglang_pd.backends.nixl_blob import SegmentEntry
+from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.nixl_library import Handle, Rows
 from sglang_pd.backends.nixl_options import NixlOptions
 from sglang_pd.protocol.batch import RegionTable, WriteBatch

@@ -164,7 +164,7 @@ def test_late_bytes_of_a_dead_writer_stay_out_after_revoke(lab: Lab) -> None:
             before, after = mooncake_blob.decode(blob), mooncake_blob.decode(bytes.fromhex(target.stdout.readline()))
             assert after.session != before.session and after.generation == before.generation + 1
             again = lab.spawn((4096,))
-            again.call("connect", blob=mooncake_blob.encode(after), epoch=1)
+            again.call("connect", blob=mooncake_blob.ENVELOPE.seal(after), epoch=1)
         finally:
             target.kill()
 
@@ -186,7 +186,7 @@ def stranger(blob: bytes) -> bytes:
     """The blob of a peer whose process this host's kernel cannot vouch for, as from another host."""
     from msgspec import structs
 
-    return mooncake_blob.encode(structs.replace(mooncake_blob.decode(blob), process=None))
+    return mooncake_blob.ENVELOPE.seal(structs.replace(mooncake_blob.decode(blob), process=None))
 
 
 def connect_as_stranger(writer: ChildProcess, target: ChildProcess) -> Link:

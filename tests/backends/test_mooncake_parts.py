@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd.backends import mooncake_blob, mooncake_library, mooncake_sockets
+from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_process import own_identity
 from sglang_pd.backends.mooncake import create, environment
 from sglang_pd.backends.mooncake_blob import Blob
 from sglang_pd.backends.mooncake_chunk import ChunkState, Pieces, merge, submit
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import check_environment, parse_options
-from sglang_pd.backends.mooncake_transfer import own_process
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
 
 # options and environment
@@ -139,23 +140,19 @@ def blob(**changes: Any) -> Blob:
         "generation": 2,
         "session": "127.0.0.1:15001",
         "identity_address": 4096,
-        "addresses": np.array([1 << 40, 1 << 41], "<u8").tobytes(),
-        "sizes": np.array([64, 128], "<u8").tobytes(),
-        "devices": ("cpu", "cpu"),
-        "process": own_process(),
+        "segments": [SegmentEntry(1 << 40, 64, "cpu"), SegmentEntry(1 << 41, 128, "cpu")],
+        "process": own_identity(),
     }
     return Blob(**{**facts, **changes})
 
 
 def test_a_blob_comes_back_whole() -> None:
-    found = mooncake_blob.decode(mooncake_blob.encode(blob()))
-    assert found == blob()
-    assert found.base.tolist() == [1 << 40, 1 << 41] and found.segment_bytes.tolist() == [64, 128]
+    assert mooncake_blob.decode(mooncake_blob.ENVELOPE.seal(blob())) == blob()
 
 
 @given(st.data())
 def test_a_damaged_blob_is_refused(data: st.DataObject) -> None:
-    whole = bytearray(mooncake_blob.encode(blob()))
+    whole = bytearray(mooncake_blob.ENVELOPE.seal(blob()))
     if data.draw(st.booleans()):
         del whole[data.draw(st.integers(0, len(whole) - 1)) :]
     else:
@@ -173,16 +170,18 @@ def test_noise_is_no_blob(noise: bytes) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sizes": b"12345678"},
-        {"devices": ("cpu",)},
+        {"segments": [SegmentEntry(1 << 40, 0, "cpu")]},
+        {"segments": [SegmentEntry(1 << 40, 64, "tape")]},
+        {"segments": [SegmentEntry((1 << 64) - 64, 128, "cpu")]},
+        {"segments": [SegmentEntry(1 << 40, 64, "cpu")] * 4097},
         {"session": "nowhere"},
         {"session": "host:99999"},
-        {"addresses": np.array([1 << 40, (1 << 64) - 64], "<u8").tobytes()},
+        {"generation": -1},
     ],
 )
 def test_a_blob_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BackendError):
-        mooncake_blob.decode(mooncake_blob.encode(blob(**changes)))
+        mooncake_blob.decode(mooncake_blob.ENVELOPE.seal(blob(**changes)))
 
 
 # merging

@@ -13,6 +13,7 @@ import pytest
 
 from sglang_pd.backends import mooncake_links
 from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.mooncake_blob import Blob, identity_bytes
 from sglang_pd.backends.mooncake_chunk import Pieces
 from sglang_pd.backends.mooncake_library import Library
@@ -85,8 +86,15 @@ class CommandedEngine:
 
 
 def blob(epoch: int = 5, session: str = "127.0.0.1:9") -> Blob:
-    none = np.zeros(1, "<u8").tobytes()
-    return Blob("0.3.13", "tcp", epoch, 1, session, 4096, none, none, ("cpu",))
+    return Blob(
+        mooncake_version="0.3.13",
+        transport="tcp",
+        epoch=epoch,
+        generation=1,
+        session=session,
+        identity_address=4096,
+        segments=[SegmentEntry(0, 0, "cpu")],
+    )
 
 
 class Bench:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.mori_blob import MAGIC, EngineBlob, SegmentEntry, decode_blob, encode_blob
+from sglang_pd.backends.library_process import ProcessIdentity
+from sglang_pd.backends.mori_blob import ENVELOPE, MAGIC, EngineBlob, SegmentEntry, decode_blob
 from sglang_pd.backends.mori_options import MoriOptions, check_environment, mori_settings, parse_options
 from sglang_pd.backends.mori_probe import _judge
 from sglang_pd.backends.mori_transfer import Descriptors, MoriTransfer
@@ -161,11 +162,12 @@ def blob(**changes: Any) -> bytes:
         "epoch": 7,
         "mori_version": "1.2.4",
         "key": f"sglang-pd-{7:016x}-ab",
+        "process": ProcessIdentity("boot", 1, 2, 3),
         "engine": b"e",
         "door": b"d",
         "segments": [SegmentEntry(10, "cpu", b"m")],
     }
-    return encode_blob(EngineBlob(**{**facts, **changes}))
+    return ENVELOPE.seal(EngineBlob(**{**facts, **changes}))
 
 
 def test_a_blob_is_read_back() -> None:

@@ -29,13 +29,24 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 @cache
 def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Empty where /proc does not tell: then nothing is known of any process."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def own_identity() -> ProcessIdentity:
     """This process. Not cached: a fork is another process."""
     ticks = _start_ticks("self")
-    return ProcessIdentity(_boot_id(), os.stat("/proc/self/ns/pid").st_ino, os.getpid(), -1 if ticks is None else ticks)
+    return ProcessIdentity(_boot_id(), _pid_namespace(), os.getpid(), -1 if ticks is None else ticks)
 
 
 def _start_ticks(pid: int | str) -> int | None:
@@ -49,21 +60,21 @@ def _start_ticks(pid: int | str) -> int | None:
 
 def same_host(identity: ProcessIdentity) -> bool:
     """Whether that process runs under this kernel."""
-    return identity.boot_id == _boot_id()
+    return identity.boot_id == _boot_id() != ""
 
 
 def same_pid_namespace(identity: ProcessIdentity) -> bool:
     """Whether that process can be watched from here, and reached by `process_vm_writev`."""
-    return same_host(identity) and identity.pid_namespace == os.stat("/proc/self/ns/pid").st_ino
+    return same_host(identity) and identity.pid_namespace == _pid_namespace() != 0
 
 
 class Watch:
     """Watches one process for its death. `fd` turns readable then; it is -1 where there is nothing to watch."""
 
-    def __init__(self, identity: ProcessIdentity) -> None:
+    def __init__(self, identity: ProcessIdentity | None) -> None:
         self.fd = -1
         self._gone = False
-        if not same_pid_namespace(identity):
+        if identity is None or not same_pid_namespace(identity):
             return
         try:
             self.fd = os.pidfd_open(identity.pid)
@@ -76,7 +87,7 @@ class Watch:
         if ticks != identity.start_ticks:
             # Another process has the number now, so ours has ended; an unreadable entry proves nothing.
             self._gone = ticks is not None or self._readable()
-            self._close()
+            self.close()
 
     def _readable(self) -> bool:
         poller = select.poll()
@@ -95,12 +106,12 @@ class Watch:
 
     def close(self) -> None:
         """Give the descriptor back; the answer stays. Idempotent."""
-        self._close()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def _close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    def __del__(self) -> None:
+        self.close()
 
 
 def process_gone(identity: ProcessIdentity) -> bool:
