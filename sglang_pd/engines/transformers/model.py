@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -245,4 +246,9 @@ def _explained(where: str, message: str) -> Iterator[None]:
 
 def accepts(model: Any, name: str) -> bool:
     """True where the model's forward takes an argument of that name."""
-    return name in inspect.signature(model.forward).parameters
+    return name in _parameters(type(model).forward)
+
+
+@lru_cache
+def _parameters(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
