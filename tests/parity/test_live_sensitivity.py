@@ -1,0 +1,133 @@
+"""Nothing is lost unnoticed between real workers: every region, spoiled in every way, at three places.
+
+- `transport`: the backend copies something else than it was asked to. The digests of `verify: full` refuse the room
+  before it is admitted; without them the comparison with the model run whole sees it.
+- `source`: prefill's own pools are wrong before they are sent, so that digests agree: the comparison sees it.
+- `lists`: prefill names another request's indices, so that digests agree as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from support.parity_live import CONFIGS, whole
+from support.parity_pair import LANES, UNVERIFIED, Case, Pair, Pairs
+from support.parity_tamper import tampers
+from support.reference_run import Host, Size, prompt_ids
+from support.spoil import FILLER, spoils
+
+LENGTH = 39
+"""Leaves three pending keys in a ring of four, and a page that is not full."""
+TOGETHER = 8
+
+Fault = tuple[str, str, tuple[str, int, str]]
+
+
+@cache
+def faults(stage: str) -> list[Fault]:
+    """Every fault of a stage."""
+    pools = Host(CONFIGS["soft"], Size()).pools
+    ways: Any = tampers(pools) if stage == "transport" else spoils(pools)
+    return [(stage, way, key) for way, key, _ in ways]
+
+
+def few(stage: str) -> list[Fault]:
+    """Each way once for each kind of state."""
+    chosen: dict[tuple[str, str], Fault] = {}
+    for fault in faults(stage):
+        chosen.setdefault((fault[1].partition("_with_")[0], fault[2][0]), fault)
+    return list(chosen.values())
+
+
+def prepared(pair: Pair, lane: str) -> None:
+    """Pools full of plausible numbers, and a request at prefill whose state a defect may send instead."""
+    pair.prefill.tell("decoy", lane=lane, ids=[])
+    pair.ready(lane, prefill=FILLER, decode=FILLER)
+    pair.prefill.tell("decoy", lane=lane, ids=prompt_ids(LENGTH, seed=8).tolist())
+
+
+def refused(pair: Pair, lane: str, fault: Fault) -> None:
+    """The room fails on both sides by the digests, and nothing of it reaches the engine."""
+    pair.ready(lane, prefill=None, decode=FILLER)  # the room before left right bytes where this one may land
+    (got,) = pair.run(lane, [Case(LENGTH, fault=fault)])
+    assert got.error is not None, f"{fault} was admitted; it differs by {got.noticed(whole('soft', LENGTH))}"
+    assert got.error["code"] == "digest_mismatch", (fault, got.error)
+    assert f"/{fault[2][0]}," in got.error["where"], (fault, got.error)
+    assert not got.before and not got.after
+    assert got.prefill_error is not None and got.prefill_error["code"] == "digest_mismatch", (fault, got.prefill_error)
+
+
+def refuse_all(pair: Pair, lane: str, chosen: list[Fault]) -> None:
+    prepared(pair, lane)
+    before = pair.prefill.tell("ready", lane=lane)["changed"]
+    for fault in chosen:
+        refused(pair, lane, fault)
+    pair.ready(lane, prefill=None)
+    assert pair.prefill.tell("ready", lane=lane)["changed"] == before + len(chosen), "a fault changed nothing"
+    (clean,) = pair.run(lane, [Case(LENGTH)])
+    assert not clean.explain(whole("soft", LENGTH))
+
+
+def notice_all(pair: Pair, lane: str, chosen: list[Fault]) -> None:
+    """Every fault is seen by live state as it arrived. Those of the transport strike all that flies: one at a time."""
+    prepared(pair, lane)
+    want = whole("soft", LENGTH)
+    together = 1 if chosen[0][0] == "transport" else TOGETHER
+    missed = []
+    for at in range(0, len(chosen), together):
+        part = chosen[at : at + together]
+        pair.ready(lane, prefill=None, decode=FILLER)
+        for fault, got in zip(part, pair.run(lane, [Case(LENGTH, fault=f) for f in part]), strict=True):
+            if "before" not in got.noticed(want):
+                missed.append(fault)
+    assert not missed
+    pair.ready(lane, prefill=None)
+    (clean,) = pair.run(lane, [Case(LENGTH)])
+    assert not clean.explain(want)
+
+
+def test_the_digests_refuse_what_a_transport_got_wrong(pairs: Pairs) -> None:
+    refuse_all(pairs.get("local", LANES), "soft", few("transport"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["local", "nixl", "mooncake"])
+def test_the_digests_refuse_every_way_in_every_region(pairs: Pairs, transport: str) -> None:
+    refuse_all(pairs.get(transport, LANES), "soft", faults("transport"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_digests_live_state_tells_what_a_transport_got_wrong(pairs: Pairs) -> None:
+    notice_all(pairs.get("local", UNVERIFIED), "unverified", faults("transport"))
+
+
+def test_live_state_tells_what_was_wrong_at_its_source(pairs: Pairs) -> None:
+    notice_all(pairs.get("local", LANES), "soft", few("source"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+def test_live_state_tells_every_way_in_every_region(pairs: Pairs, transport: str) -> None:
+    notice_all(pairs.get(transport, LANES), "soft", faults("source"))
+
+
+def test_another_requests_indices_are_noticed(pairs: Pairs) -> None:
+    """One list space at a time: pages, sliding-window pages, row, slot."""
+    pair = pairs.get("local", LANES)
+    prepared(pair, "soft")
+    names = pair.prefill.tell("cases", lane="soft")["lists"]
+    assert len(names) == 4
+    for name in names:
+        pair.ready("soft", prefill=None, decode=FILLER)
+        pair.prefill.tell("wrong_lists", lane="soft", name=name, tokens=LENGTH)
+        (got,) = pair.run("soft", [Case(LENGTH)])
+        noticed = got.noticed(whole("soft", LENGTH))
+        assert {"before", "logits"} <= noticed, (name, noticed, got.error)
+    pair.prefill.tell("wrong_lists", lane="soft", name="", tokens=LENGTH)
+    (clean,) = pair.run("soft", [Case(LENGTH)])
+    assert not clean.explain(whole("soft", LENGTH))
