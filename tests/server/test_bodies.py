@@ -1,0 +1,149 @@
+"""Bodies: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sglang_pd.protocol.errors import RoomError
+from sglang_pd.protocol.room import Role
+from sglang_pd.server.bodies import (
+    NEUTRAL,
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    SamplingParams,
+    convert,
+    decode,
+)
+from sglang_pd.server.rooms import places
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    with pytest.raises(RoomError) as caught:
+        call(*arguments)
+    assert caught.value.code == "request_rejected" and caught.value.http_status == 400
+    return str(caught.value)
+
+
+ROUTER_BODY = {
+    "text": "hello", "model": None, "sampling_params": {"max_new_tokens": 4}, "return_text_in_logprobs": False,
+    "stream": False, "log_metrics": True, "return_hidden_states": False, "background": False, "no_logs": False,
+    "return_bytes": False, "return_entropy": False, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998,
+    "bootstrap_room": 6613341960509426607,
+}  # fmt: skip
+"""What sglang-router 0.3.2 posts for `{"text": "hello", "sampling_params": {"max_new_tokens": 4}}`."""
+
+
+def test_what_the_sglang_router_sends_is_taken() -> None:
+    body = decode(json.dumps(ROUTER_BODY).encode(), GenerateBody)
+    assert (body.text, body.bootstrap_room, body.bootstrap_port) == ("hello", 6613341960509426607, 8998)
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}], "model": "m", "logprobs": False, "max_completion_tokens": 3,
+        "stream": False, "no_stop_trim": False, "ignore_eos": False, "continue_final_message": False,
+        "skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True,
+        "return_hidden_states": False, "bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1,
+    }  # fmt: skip
+    assert decode(json.dumps(chat).encode(), ChatBody).max_completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "not an object"),
+        (b'{"text": 1}', "body.text"),
+        (b'{"text": "a", "stream": "yes"}', "body.stream"),
+        (b'{"text": "a", "bootstrap_room": -1}', "body.bootstrap_room"),
+        (b'{"text": "a", "bootstrap_room": 9223372036854775808}', "body.bootstrap_room"),
+        (b'{"text": "a", "bootstrap_port": 70000}', "body.bootstrap_port"),
+        (b'{"input_ids": [1, -2]}', "body.input_ids[1]"),
+        (b'{"text": "a", "image_data": "x"}', "body.image_data"),
+        (b'{"text": "a", "lora_path": "x"}', "body.lora_path"),
+        (b'{"text": "a", "streem": true}', "Did you mean 'stream'"),
+    ],
+)
+def test_a_bad_body_is_refused_by_name(raw: bytes, said: str) -> None:
+    assert said in refused(decode, raw, GenerateBody)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"temperature": -1}, "sampling_params.temperature"),
+        ({"top_p": 0}, "sampling_params.top_p"),
+        ({"top_k": -2}, "sampling_params.top_k"),
+        ({"max_new_tokens": 0}, "sampling_params.max_new_tokens"),
+        ({"n": 0}, "sampling_params.n"),
+        ({"stop": [""]}, "sampling_params.stop"),
+        ({"stop_token_ids": [-1]}, "sampling_params.stop_token_ids"),
+        ({"json_schema": "{}"}, "sampling_params.json_schema"),
+        ({"frequency_penalty": 0.5}, "expected 0, got 0.5"),
+        ({"max_tokens": 3}, "Did you mean"),
+    ],
+)
+def test_sampling_that_cannot_be_done_is_refused_by_name(params: dict[str, Any], said: str) -> None:
+    with pytest.raises(RoomError) as caught:
+        convert(params, SamplingParams, where="sampling_params")
+    assert said in str(caught.value)
+
+
+def test_neutral_values_of_unsupported_fields_are_taken() -> None:
+    for key, values in NEUTRAL.items():
+        for value in (*values, None, False, ""):
+            convert({key: value}, SamplingParams, where="sampling_params")
+
+
+def test_completions_refuse_what_they_cannot_tell() -> None:
+    assert "body.logprobs" in refused(decode, b'{"prompt": "a", "logprobs": 3}', CompletionBody)
+    assert "body.prompt" in refused(decode, b'{"prompt": {"a": 1}}', CompletionBody)
+
+
+# Rooms: SGLang's scalars and lists
+
+
+def rooms_of(prompts: int, answers: int, **fields: Any) -> list[tuple[int, str]]:
+    fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, **fields}
+    return [(p.room, p.address) for p in places(Body(**fields), Role.DECODE, prompts, answers)]
+
+
+def test_one_room_counts_on_for_every_sequence() -> None:
+    assert [room for room, _ in rooms_of(2, 3, bootstrap_room=10)] == [10, 11, 12, 13, 14, 15]
+
+
+def test_a_list_names_every_sequence_or_every_prompt() -> None:
+    assert [room for room, _ in rooms_of(2, 1, bootstrap_room=[7, 3])] == [7, 3]
+    assert [room for room, _ in rooms_of(2, 2, bootstrap_room=[7, 3])] == [7, 8, 3, 4]
+    assert [room for room, _ in rooms_of(2, 2, bootstrap_room=[7, 3, 1, 2])] == [7, 3, 1, 2]
+
+
+def test_hosts_and_ports_go_with_their_prompts() -> None:
+    found = rooms_of(2, 2, bootstrap_room=[10, 20], bootstrap_host=["10.0.0.1", "::1"], bootstrap_port=[1, None])
+    assert [address for _, address in found] == ["tcp://10.0.0.1:1"] * 2 + ["tcp://[::1]:8998"] * 2
+    assert rooms_of(1, 1, bootstrap_room=1, bootstrap_host="[fe80::1%eth0]")[0][1] == "tcp://[fe80::1%eth0]:8998"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "fields", "said"),
+    [
+        (1, 1, {}, "decode worker"),
+        (2, 1, {"bootstrap_room": [1, 1]}, "overlap"),
+        (2, 2, {"bootstrap_room": [1, 2]}, "overlap"),
+        (1, 2, {"bootstrap_room": 2**63 - 1}, "overflow"),
+        (2, 1, {"bootstrap_room": [1]}, "not a room for each sequence"),
+        (1, 1, {"bootstrap_room": 1, "bootstrap_host": None}, "prefill's control"),
+        (1, 1, {"bootstrap_room": 1, "bootstrap_host": "a b"}, "bootstrap_host"),
+        (1, 1, {"bootstrap_room": 1, "bootstrap_host": "host:1"}, "bootstrap_host"),
+        (2, 1, {"bootstrap_room": 1, "bootstrap_port": [1]}, "bootstrap_port"),
+        (2000, 1, {"bootstrap_room": 1}, "too many sequences"),
+    ],
+)
+def test_impossible_rooms_are_refused(prompts: int, answers: int, fields: dict[str, Any], said: str) -> None:
+    assert said in refused(lambda: rooms_of(prompts, answers, **fields))
+
+
+def test_prefill_needs_no_host() -> None:
+    assert places(Body(bootstrap_room=5), Role.PREFILL, 1, 2)[1].room == 6
