@@ -135,7 +135,7 @@ class Guard:
             return
         if self._token and not scope["path"].startswith(OPEN_PATHS) and not self._may(scope):
             error = {"type": "authentication_error", "code": "unauthorized", "message": "a bearer token is needed"}
-            body = {"error": {**error, "leg": self._leg, "room": None, "retryable": False}}
+            body = {"error": {**error, "param": "authorization", "leg": self._leg, "room": None, "retryable": False}}
             await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
             return
         started = False
