@@ -32,14 +32,8 @@ from sglang_pd.worker.endpoint import Network
 
 TP, LAYERS, HEADS, DIM, PAGE = 2, 3, 4, 16, 8
 PARTS = ("k", "v")
-STATE = StateSpec(
-    (
-        ComponentSpec(
-            "KV", "tokens", tuple(RegionSpec(p, tuple(range(LAYERS)), "float32", HEADS, (DIM,)) for p in PARTS)
-        ),
-    ),
-    LAYERS,
-)
+REGIONS = tuple(RegionSpec(part, tuple(range(LAYERS)), "float32", HEADS, (DIM,)) for part in PARTS)
+STATE = StateSpec((ComponentSpec("KV", "tokens", REGIONS),), LAYERS)
 PROMPT = list(range(1000, 1045))  # 45 tokens: 6 pages, the last one partial
 
 

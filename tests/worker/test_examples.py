@@ -29,6 +29,7 @@ def test_numpy_pair(repository: Path) -> None:
     assert said.count("equal") == 4 and "DIFFERENT" not in said and "first token: 42" in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="it adopts host memory, which needs nixl")
 def test_torch_two_ranks(repository: Path) -> None:
