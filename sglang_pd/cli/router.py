@@ -13,8 +13,10 @@ import typer
 from typer.core import TyperCommand
 
 from sglang_pd.cli.output import JsonOption, SetOption
+from sglang_pd.cli.worker import require
 from sglang_pd.config import Address, RouterConfig, load_router
 from sglang_pd.config.load import read_document
+from sglang_pd.launch.processes import follow_parent
 from sglang_pd.observe import configure_logging
 from sglang_pd.protocol.errors import ConfigError
 
@@ -46,8 +48,10 @@ def command(
     """Run a router, from a file or with workers named here: --prefill URL 8998 --decode URL."""
     settings = load_router(merged(config, prefill, decode), sets=sets)
     configure_logging(settings.log_level)
-    from sglang_pd.router.serve import serve  # here: other commands need no server
+    require("uvicorn", "starlette", "httpx", "prometheus_client")
+    from sglang_pd.router.serve import serve  # only now: it needs the packages above
 
+    follow_parent()
     asyncio.run(serve(settings, lambda address: announce(settings, address, as_json=as_json)))
     return 0
 

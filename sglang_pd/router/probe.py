@@ -55,7 +55,7 @@ class Prober:
         self._looked: dict[Worker, asyncio.Event] = {}
         self._missed: dict[Worker, int] = {}
         self._resolving: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._say = RateLimited(log)
         self.replaced: Callable[[Worker], None] = lambda worker: None
 
@@ -70,7 +70,7 @@ class Prober:
     async def stop(self) -> None:
         """End all looking. A look that is under way may end by itself: a connection cancelled while it is made leaks
         its socket in the library below."""
-        self._stopping = True
+        self._stop.set()
         if self._resolving is not None:
             self._resolving.cancel()
         tasks, self._tasks = list(self._tasks.values()), {}
@@ -174,13 +174,13 @@ class Prober:
 
     async def _look_again(self, worker: Worker) -> None:
         bell, looked = self._bells[worker], self._looked[worker]
-        while not self._stopping:
+        while not self._stop.is_set():
             try:
                 await self.look(worker)
             except Exception:
                 log.exception("a defect while looking at %s", worker.url)
             looked.set()
-            if self._stopping:
+            if self._stop.is_set():
                 break
             try:
                 await asyncio.wait_for(bell.wait(), self._timeouts.probe_s)
