@@ -91,9 +91,9 @@ class Link:
             router.close(linger=0)
             raise ConfigError(
                 f"cannot listen: {error.strerror}",
-                where=f"$.network ({name})",
+                where="$.network.bootstrap_port" if name == "peers" else f"$.network ({name})",
+                expected="a free port of this host, or 0 for any",
                 actual=address,
-                hint="Choose a free port, or 0 for any.",
             ) from error
         self._routers[name] = router
         endpoint = router.getsockopt(zmq.LAST_ENDPOINT)
