@@ -26,8 +26,8 @@ MAX_PEERS: Final = 4096
 DRAINING: Final = "draining"
 STOP_S: Final = 0.5
 """Seconds for looks that are under way to end when the router stops."""
-PATIENCE: Final = 2
-"""Looks in a row that may time out before a worker counts as down; a refused connection counts at once."""
+PATIENCE: Final = 3
+"""Looks in a row that time out before a worker counts as down; a refused or broken connection counts at once."""
 
 _ROLE_KEYS: Final = ("role", "disaggregation_mode")
 _NAMES: Final = ("instance_id", "instance")
@@ -142,8 +142,7 @@ class Prober:
 
     def _missing(self, worker: Worker, error: httpx.HTTPError) -> None:
         missed = self._missed[worker] = self._missed.get(worker, 0) + 1
-        slow = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
-        if slow and missed < PATIENCE and worker.sight.up:
+        if isinstance(error, httpx.TimeoutException) and missed < PATIENCE and worker.sight.up:
             return
         reason = f"{type(error).__name__}: {error}".removesuffix(": ")
         if worker.sight.up:
