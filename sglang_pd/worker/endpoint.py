@@ -66,11 +66,14 @@ class Network:
 
 
 def host_identity() -> str:
-    """Names this boot of this host and this PID namespace: within it, a pidfd proves a death."""
+    """Names this boot of this host and this process's PID and network namespaces.
+
+    Within the first a pidfd proves a death; the sockets by which same-host backends pass descriptors stay in the second.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
     except OSError:
         return ""
 
