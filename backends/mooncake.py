@@ -40,6 +40,7 @@ from sglang_pd.backends.base import (
 )
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library_segments import Side
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_chunk import Pieces
 from sglang_pd.backends.mooncake_inbound import Inbound
@@ -84,7 +85,8 @@ class MooncakeBackend(Backend):
         self._library = library
         self._in_force = in_force
         self._memory = Memory(host=options.transport != "nvlink_intra", device=self._device_memory())
-        self._inbound = Inbound(library, options, epoch, self._memory)
+        self._scope = self._memory.scope
+        self._inbound = Inbound(library, options, epoch, self._scope)
         self._links = Links(library, options, self._sources)
         self._pump = Pump(library, options, self._verify, self._links.reap)
         self._peers: dict[int, MooncakePeer] = {}
@@ -148,24 +150,24 @@ class MooncakeBackend(Backend):
         """See `Backend.adopt`. The probe is a real registration, taken back at once."""
         self._check_open()
         self._memory.check_adoptable(segment)
-        if not self._memory.overlaps(segment):
+        if not self._scope.overlaps(segment):
             engine = self._inbound.engine
             engine.register([segment.address], [segment.nbytes])
             engine.unregister([segment.address])
-        return self._memory.adopted(segment)
+        return self._scope.admit(segment)
 
     def register(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
         """See `Backend.register`. Refused after `describe`: the library's peers never look again."""
         self._check_open()
         if self._described:
             raise BackendError("register comes before describe", code="memory_refused", where="mooncake")
-        numbered = self._memory.number(segments)
+        numbered = self._scope.number(segments)
         self._inbound.engine.register([one.address for one in numbered], [one.nbytes for one in numbered])
-        self._memory.commit(numbered)
+        self._scope.commit(numbered)
         return numbered
 
     def _sources(self) -> tuple[list[int], list[int]]:
-        segments = self._memory.segments
+        segments = self._scope.segments
         return [one.address for one in segments], [one.nbytes for one in segments]
 
     # peers
@@ -183,7 +185,7 @@ class MooncakeBackend(Backend):
                 generation=self._inbound.generation,
                 session=engine.session,
                 identity_address=self._inbound.identity_address,
-                segments=[SegmentEntry(one.address, one.nbytes, one.device) for one in self._memory.segments],
+                segments=[SegmentEntry(one.address, one.nbytes, one.device) for one in self._scope.segments],
                 process=own_identity(),
             )
         )
@@ -256,7 +258,7 @@ class MooncakeBackend(Backend):
         mine = self._own(peer)
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise BackendError("a deadline is a time to come", where="write", expected="> 0 s", actual=deadline_s)
-        check_batch(batch, self._memory.bytes, mine.bytes, peer=mine.label)
+        check_batch(batch, self._scope.side.nbytes, mine.side.nbytes, peer=mine.label)
         lost = mine.lost
         if not len(batch) or lost is not None or not mine.connected:
             return self._ended(mine, lost if len(batch) else None, batch)
@@ -268,9 +270,9 @@ class MooncakeBackend(Backend):
                 expected=f"at most {self._options.max_queued_transfers}",
             )
         if len(batch) == 1:
-            pieces, nbytes = _one_piece(batch, self._memory.base, mine.base), int(batch.length[0])
+            pieces, nbytes = _one_piece(batch, self._scope.side.base, mine.side.base), int(batch.length[0])
         else:
-            pieces, nbytes = _pieces(batch, self._memory, mine), batch.total_bytes
+            pieces, nbytes = _pieces(batch, self._scope.side, mine.side), batch.total_bytes
         transfer = MooncakeTransfer(mine, pieces, nbytes, deadline_s, after)
         self._pump.post(mine, transfer)
         return transfer
@@ -334,10 +336,10 @@ class MooncakeBackend(Backend):
         return peer
 
 
-def _pieces(batch: WriteBatch, memory: Memory, peer: MooncakePeer) -> Pieces:
+def _pieces(batch: WriteBatch, own: Side, peer: Side) -> Pieces:
     """The batch as addresses, in its own order."""
-    src, dst = batch_addresses(batch, memory.base, peer.base)
-    pair: I64 = batch.src.segment.astype(np.int64)[batch.src_region] * len(peer.segment_bytes)
+    src, dst = batch_addresses(batch, own.base, peer.base)
+    pair: I64 = batch.src.segment.astype(np.int64)[batch.src_region] * len(peer.devices)
     pair += batch.dst.segment.astype(np.int64)[batch.dst_region]
     return Pieces(src, dst, batch.length, pair)
 

@@ -6,7 +6,6 @@ Bound with ctypes to the CUDA runtime that Mooncake's GPU wheels load anyway, so
 from __future__ import annotations
 
 import ctypes
-import re
 from functools import cache
 from typing import Any
 
@@ -34,11 +33,6 @@ def bind_thread(address: int | None = None) -> None:
         _runtime().cudaSetDevice(_attribute(address, _ATTRIBUTE_ORDINAL, f"mooncake, {address:#x}"))
     elif _in_use:
         _runtime().cudaSetDevice(_in_use[0])
-
-
-def is_device(device: str) -> bool:
-    """Whether the text has the form `cuda:N`."""
-    return re.fullmatch(r"cuda:\d{1,4}", device) is not None
 
 
 def current_device() -> str:

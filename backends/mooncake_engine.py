@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_pd.backends import mooncake_cuda, mooncake_sockets
+from sglang_pd.backends.library_options import PATH
 from sglang_pd.backends.mooncake_library import Library
-from sglang_pd.backends.mooncake_options import OPTIONS_PATH, MooncakeOptions
+from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
 
 LISTENERS = {"tcp": 2, "rdma": 1, "nvlink_intra": 1}
@@ -60,7 +61,7 @@ class Engine:
         else:
             raise BackendUnavailable(
                 "the library only finds ports that an earlier engine of this worker used",
-                where=f"{OPTIONS_PATH}.ports",
+                where=f"{PATH}.ports",
                 hint="Give it a wider range",
             )
         try:
@@ -127,7 +128,7 @@ class Engine:
             raise ConfigError(
                 "Mooncake's ports, which ask nobody for a password, listen elsewhere than at the configured address",
                 code="insecure_refused",
-                where=f"{OPTIONS_PATH}.insecure_data_plane",
+                where=f"{PATH}.insecure_data_plane",
                 expected=self.options.bind,
                 actual=", ".join(f"{one.address}:{one.port}" for one in loose),
                 hint="Close these ports to strangers by other means, then set insecure_data_plane: true",

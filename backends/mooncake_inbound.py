@@ -12,11 +12,11 @@ import socket
 import threading
 from collections.abc import Callable
 
+from sglang_pd.backends.library_segments import Scope
 from sglang_pd.backends.mooncake_blob import identity_bytes
 from sglang_pd.backends.mooncake_engine import Engine
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_links import IdentityPage
-from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_sockets import reserve
 from sglang_pd.protocol.errors import BackendError, PdError
@@ -27,11 +27,11 @@ CLOSE_WITHIN_S = 5.0
 class Inbound:
     """Owns the engine that exports our memory. `generation` counts its engines, from 1."""
 
-    def __init__(self, library: Library, options: MooncakeOptions, epoch: int, memory: Memory) -> None:
+    def __init__(self, library: Library, options: MooncakeOptions, epoch: int, scope: Scope) -> None:
         self._library = library
         self._options = options
         self._epoch = epoch
-        self._memory = memory
+        self._scope = scope
         self._lock = threading.Lock()
         self._page = IdentityPage(options.transport)
         self._old_ports: set[int] = set()
@@ -70,7 +70,7 @@ class Inbound:
         self._page.write(identity_bytes(self._epoch, self.generation))
         try:
             engine.register([self._page.address], [self._page.nbytes])
-            segments = self._memory.segments
+            segments = self._scope.segments
             engine.register([one.address for one in segments], [one.nbytes for one in segments])
         except PdError:
             engine.stop(CLOSE_WITHIN_S)

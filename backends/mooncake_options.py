@@ -8,18 +8,16 @@ which something contradicts it. Most of these variables count by being set at al
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
+from sglang_pd.backends.library_options import expect, expect_ranges, read_options, settings_in_force
 from sglang_pd.protocol.errors import ConfigError
 
 TRANSPORTS = ("tcp", "rdma", "nvlink_intra")
-OPTIONS_PATH = "$.backend.options"
+LOG_LEVELS = ("INFO", "WARNING", "ERROR")
 
 QUEUE_LIMIT = 65_535
 """Descriptors one peer's queue is raised to, the most there is: overrunning the default of 1,024 breaks the engine."""
@@ -83,50 +81,36 @@ class MooncakeOptions:
         return self.advertise or self.bind
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_descriptors_per_peer": (1, QUEUE_LIMIT),
+    "max_bytes_per_peer": (1 << 20, 1 << 62),
+    "max_queued_transfers": (1, 1 << 62),
+    "connect_timeout_s": (0.1, 600),
+}
+
+
 def parse_options(options: Mapping[str, Any]) -> MooncakeOptions:
     """Check a mapping as it comes from a configuration. Raises `ConfigError` naming the path of the bad value."""
-    known = [field.name for field in fields(MooncakeOptions)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                "no such option",
-                where=f"{OPTIONS_PATH}.{name}",
-                expected=" | ".join(known),
-                actual=name,
-                hint=f"Did you mean {close[0]!r}?" if close else "",
-            )
-    try:
-        parsed = msgspec.convert(dict(options), MooncakeOptions, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError("an option has the wrong type", where=OPTIONS_PATH, actual=str(error)) from error
+    parsed = read_options(MooncakeOptions, options)
     _check_values(parsed)
     return parsed
 
 
 def _check_values(options: MooncakeOptions) -> None:
-    _expect(options.transport in TRANSPORTS, "transport", " | ".join(TRANSPORTS), options.transport)
+    expect(options.transport in TRANSPORTS, "transport", " | ".join(TRANSPORTS), options.transport)
     for name in ("bind", "advertise"):
         address = getattr(options, name)
-        _expect(name == "advertise" and not address or _is_ipv4(address), name, "an IPv4 address", address)
-    _expect(options.host != "0.0.0.0", "advertise", "an address that peers can reach", options.host)
+        expect(name == "advertise" and not address or _is_ipv4(address), name, "an IPv4 address", address)
+    expect(options.host != "0.0.0.0", "advertise", "an address that peers can reach", options.host)
     span = options.ports
     in_range = len(span) in (0, 2) and all(1024 <= port <= 65_535 for port in span)
-    _expect(in_range and (not span or span[1] - span[0] >= 7), "ports", "[lowest, highest], at least 8 ports", span)
-    _expect(
-        1 <= options.max_descriptors_per_peer <= QUEUE_LIMIT,
-        "max_descriptors_per_peer",
-        f"1 to {QUEUE_LIMIT}",
-        options.max_descriptors_per_peer,
-    )
-    _expect(options.max_bytes_per_peer >= 1 << 20, "max_bytes_per_peer", "at least 1 MiB", options.max_bytes_per_peer)
-    _expect(options.max_queued_transfers >= 1, "max_queued_transfers", "at least 1", options.max_queued_transfers)
-    _expect(0.1 <= options.connect_timeout_s <= 600, "connect_timeout_s", "0.1 to 600", options.connect_timeout_s)
-    _expect(options.log_level in ("INFO", "WARNING", "ERROR"), "log_level", "INFO | WARNING | ERROR", options.log_level)
+    expect(in_range and (not span or span[1] - span[0] >= 7), "ports", "[lowest, highest], at least 8 ports", span)
+    expect_ranges(options, _RANGES)
+    expect(options.log_level in LOG_LEVELS, "log_level", " | ".join(LOG_LEVELS), options.log_level)
     if options.transport != "rdma":
         for name in ("devices", "gid_index", "traffic_class", "mtu"):
             value = getattr(options, name)
-            _expect(value in ((), None), name, "unset: only transport rdma has it", value)
+            expect(value in ((), None), name, "unset: only transport rdma has it", value)
 
 
 def _is_ipv4(text: str) -> bool:
@@ -134,12 +118,6 @@ def _is_ipv4(text: str) -> bool:
         return isinstance(ipaddress.ip_address(text), ipaddress.IPv4Address)
     except ValueError:
         return False
-
-
-def _expect(condition: bool, name: str, expected: str, actual: object) -> None:
-    if not condition:
-        where = f"{OPTIONS_PATH}.{name}"
-        raise ConfigError("an option's value is not acceptable", where=where, expected=expected, actual=actual)
 
 
 def environment(options: Mapping[str, Any] | MooncakeOptions) -> dict[str, str]:
@@ -166,7 +144,7 @@ def check_environment(options: MooncakeOptions, environ: Mapping[str, str]) -> d
 
     Raises `ConfigError` naming the variable, with the line that sets all of them as the hint.
     """
-    in_force = {name: value for name, value in sorted(environ.items()) if name.startswith("MC_")}
+    in_force = settings_in_force("MC_", environ=environ)
     wanted = environment(options)
     for name, why in _NEVER.items():
         if name in in_force:

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from sglang_pd.backends.base import Peer, Transfer, TransferState
 from sglang_pd.backends.library_process import Watch
+from sglang_pd.backends.library_segments import Side
 from sglang_pd.backends.mooncake_blob import Blob
 from sglang_pd.backends.mooncake_chunk import Chunk, Pieces
 from sglang_pd.backends.mooncake_engine import Engine
-from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import PdError, TransferError
 
 _PAST = (TransferState.DONE, TransferState.FAILED)
@@ -131,9 +129,8 @@ class MooncakePeer(Peer):
         self.blob = blob
         self.epoch = blob.epoch
         self.transport = blob.transport
-        self.base: U64 = np.array([one.address for one in blob.segments], np.uint64)
+        self.side = Side(blob.segments)
         self.segment_bytes = tuple(one.nbytes for one in blob.segments)
-        self.bytes: U64 = np.array(self.segment_bytes, np.uint64)
         self.outbound = outbound
         self.waiting: deque[MooncakeTransfer] = deque()
         self.flying: deque[Flight] = deque()

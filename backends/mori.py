@@ -28,7 +28,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.library_process import own_identity
-from sglang_pd.backends.mori_adopt import Prover
+from sglang_pd.backends.library_segments import Scope
 from sglang_pd.backends.mori_blob import ENVELOPE, MAX_SEGMENTS, EngineBlob, SegmentEntry, decode_blob
 from sglang_pd.backends.mori_library import (
     DOOR_BYTES,
@@ -109,13 +108,11 @@ class MoriBackend(Backend):
     def __init__(self, epoch: int, options: MoriOptions, library: Library, settings: Mapping[str, str]) -> None:
         self._epoch, self._options, self._library = epoch, options, library
         self.settings = dict(settings)
-        self._known: dict[tuple[int, int, str], Segment] = {}
-        self._segments: tuple[Segment, ...] = ()
-        self._bytes = np.empty(0, np.uint64)
+        self._scope = Scope("mori", MAX_SEGMENTS)
         self._entries: list[SegmentEntry] = []
         self._links: list[Link] = []
         self._open: dict[int, set[MoriTransfer]] = {}
-        self._prover: Prover | None = None
+        self._prover: mori_memory.Prover | None = None
         self._closed = False
         # The first engine is the one that peers know; it lives as long as the backend.
         self._engines = [EngineHost(library, options, epoch, options.port)]
@@ -151,29 +148,20 @@ class MoriBackend(Backend):
     def allocate(self, nbytes: int, device: str = "cpu") -> Segment:
         """Zeroed memory, page aligned on the host. Raises `BackendError` (`memory_refused`)."""
         self._check_open()
-        return self._knows(mori_memory.allocate(nbytes, device))
+        return self._scope.admit(mori_memory.allocate(nbytes, device))
 
     def adopt(self, segment: Segment) -> Segment:
         """Accept memory of this process after one byte of it was really written out by the RDMA device."""
         self._check_open()
-        if segment.nbytes <= 0 or segment.address <= 0 or segment.address + segment.nbytes >= 1 << 64:
-            raise mori_memory.refused("not a segment", segment.nbytes, segment.device, actual=repr(segment))
-        if segment.device == "cpu":
-            mori_memory.check_host(segment)
-        else:
-            mori_memory.rocm_torch(segment.nbytes, segment.device)
+        mori_memory.check_adoptable(segment)
         if self._prover is None:
-            self._prover = Prover(self._library, self._options, self._engines[0])
+            self._prover = mori_memory.Prover(self._library, self._options, self._engines[0])
         try:
             self._prover.prove(segment)
         except PdError:
             self._end_prover()
             raise
-        return self._knows(segment)
-
-    def _knows(self, segment: Segment) -> Segment:
-        self._known[_place(segment)] = segment
-        return segment
+        return self._scope.admit(segment)
 
     def _end_prover(self) -> None:
         if self._prover is not None:
@@ -184,23 +172,13 @@ class MoriBackend(Backend):
         """Number and register segments. Raises `BackendError` (`memory_refused`)."""
         self._check_open()
         self._end_prover()
-        offered = tuple(segments)
-        for segment in offered:
-            if _place(segment) not in self._known:
-                hint = "Take memory from `allocate`, or pass it through `adopt`."
-                raise mori_memory.refused("memory from outside the scope", segment.nbytes, segment.device, hint=hint)
-        if len(self._segments) + len(offered) > MAX_SEGMENTS:
-            raise mori_memory.refused("too many segments", 0, "any device", expected=f"<= {MAX_SEGMENTS}")
-        _check_overlap([*self._segments, *offered])
-        first = len(self._segments)
-        numbered = tuple(replace(segment, number=first + i) for i, segment in enumerate(offered))
+        numbered = self._scope.number(segments)
         for segment in numbered:
             packed = self._engines[0].register(segment)
             for engine in self._engines[1:]:
                 _register_further(engine, segment)
             self._entries.append(SegmentEntry(segment.nbytes, segment.device, packed))
-            self._segments += (segment,)
-        self._bytes = np.array([segment.nbytes for segment in self._segments], np.uint64)
+            self._scope.commit((segment,))
         return numbered
 
     # Peers
@@ -269,7 +247,7 @@ class MoriBackend(Backend):
                 backend="mori",
             )
         engine = EngineHost(self._library, self._options, self._epoch)
-        for segment in self._segments:
+        for segment in self._scope.segments:
             engine.register(segment)
         self._engines.append(engine)
         log.warning("peer %s is connected anew over a new engine, %s", key, engine.key)
@@ -308,7 +286,7 @@ class MoriBackend(Backend):
         own = self._own(peer)
         if own.disconnected:
             raise BackendError("the peer was disconnected", where=f"write to peer {own.link.remote.key}")
-        check_batch(batch, self._bytes, own.bytes, peer=f"{own.epoch:#x}")
+        check_batch(batch, self._scope.side.nbytes, own.bytes, peer=f"{own.epoch:#x}")
         transfer = MoriTransfer(own.link.remote.key, batch.total_bytes, deadline_s)
         if not len(batch):
             transfer.settle(TransferState.DONE)
@@ -368,7 +346,8 @@ class MoriBackend(Backend):
         self._end_prover()
         for engine in self._engines:
             engine.close()
-        self._engines, self._links, self._known, self._segments = [], [], {}, ()
+        self._engines, self._links = [], []
+        self._scope.clear()
         if joined:
             os.close(self._news_fd)  # a thread that is left behind may still write to it
 
@@ -394,20 +373,3 @@ def _register_further(engine: EngineHost, segment: Segment) -> None:
         engine.register(segment)
     except BackendError as error:
         engine.condemned = error  # its numbers no longer agree with ours
-
-
-def _place(segment: Segment) -> tuple[int, int, str]:
-    return segment.address, segment.nbytes, segment.device
-
-
-def _check_overlap(segments: list[Segment]) -> None:
-    ordered = sorted(segments, key=lambda s: (s.device, s.address))
-    for before, segment in zip(ordered, ordered[1:], strict=False):
-        if before.device == segment.device and before.address + before.nbytes > segment.address:
-            raise mori_memory.refused(
-                "it overlaps another segment, or is registered already",
-                segment.nbytes,
-                segment.device,
-                where=f"{segment.nbytes} bytes at {segment.address:#x} on {segment.device}",
-                actual=f"{before.nbytes} bytes at {before.address:#x}",
-            )

@@ -1,22 +1,29 @@
-"""Memory that can be registered: allocated here, or adopted after its mapping was looked at."""
+"""Memory for the `mori` backend: a device's through a ROCm torch, and the proof that memory can be registered.
+
+The library registers at first contact, far too late to learn that an engine's pool cannot be exported. So one byte is
+really written out of adopted memory, over a second engine of this process.
+"""
 
 from __future__ import annotations
 
 import importlib
-import mmap
-import re
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sglang_pd.backends.base import Segment
-from sglang_pd.protocol.errors import BackendError
-
-MAX_BYTES = 1 << 47
-_MAP_NORESERVE = 0x4000
-_DEVICE = re.compile(r"cuda:(0|[1-9]\d{0,3})")
-_LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
+from sglang_pd.backends.library_segments import (
+    allocate_host,
+    allocate_torch,
+    check_mapped,
+    check_range,
+    check_seen,
+    check_size,
+    refused,
+)
+from sglang_pd.backends.mori_library import Blocks, EngineHost, Library
+from sglang_pd.backends.mori_options import MoriOptions
+from sglang_pd.protocol.errors import PdError
 
 
 def rocm_present() -> bool:
@@ -29,63 +36,55 @@ def allocate(nbytes: int, device: str) -> Segment:
 
     Raises `BackendError` (`memory_refused`).
     """
-    if not isinstance(nbytes, int) or not 0 < nbytes < MAX_BYTES:
-        raise refused("that many bytes cannot be had", nbytes, device, expected=f"1 to {MAX_BYTES} bytes")
-    if device != "cpu":
-        torch = rocm_torch(nbytes, device)
-        try:
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            torch.cuda.synchronize(device)
-        except Exception as error:
-            raise refused("the device refuses the memory", nbytes, device, actual=str(error)) from error
-        return Segment(address=int(tensor.data_ptr()), nbytes=nbytes, device=device, keep_alive=tensor)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    try:
-        view = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
-    except (OSError, ValueError) as error:
-        raise refused("the system refuses the memory", nbytes, device, actual=str(error)) from error
-    return Segment(address=int(view.ctypes.data), nbytes=nbytes, device="cpu", keep_alive=view)
+    check_size("mori", nbytes, device)
+    if device == "cpu":
+        return allocate_host("mori", nbytes)
+    return allocate_torch("mori", _rocm_torch(Segment(address=0, nbytes=nbytes, device=device)), nbytes, device)
 
 
-def rocm_torch(nbytes: int, device: str) -> Any:
-    """The torch module where it is a ROCm build that sees `device`. Raises `BackendError` (`memory_refused`)."""
-    if not _DEVICE.fullmatch(device):
-        raise refused("no such device", nbytes, device, expected="cpu or cuda:N (torch's name for a ROCm device)")
+def check_adoptable(segment: Segment) -> None:
+    """Refuse (`memory_refused`) what is no memory, not mapped, or on a device that is not here."""
+    check_range("mori", segment)
+    if segment.device == "cpu":
+        check_mapped("mori", segment)
+    else:
+        _rocm_torch(segment)
+
+
+def _rocm_torch(segment: Segment) -> Any:
     if not rocm_present():
-        raise refused("this machine has no ROCm device (/dev/kfd)", nbytes, device)
+        raise refused("mori", "this machine has no ROCm device (/dev/kfd)", segment)
     torch = importlib.import_module("torch")
     if not torch.version.hip:
-        raise refused("this torch is no ROCm build", nbytes, device, actual=f"torch {torch.__version__}")
-    if not torch.cuda.is_available() or int(device.partition(":")[2]) >= torch.cuda.device_count():
-        raise refused("torch does not see that device", nbytes, device, actual=f"torch {torch.__version__}")
+        raise refused("mori", "this torch is no ROCm build", segment, actual=f"torch {torch.__version__}")
+    check_seen("mori", torch, segment)
     return torch
 
 
-def check_host(segment: Segment) -> None:
-    """Refuse host memory that is not mapped, readable and writable throughout.
+class Prover:
+    """An engine that writes to our own door. It costs a core while it lives: close it when the pools are registered."""
 
-    The library registers at first use, deep in a thread of its own, so the mapping itself is looked at beforehand.
-    """
-    start, end = segment.address, segment.address + segment.nbytes
-    for found in _LINE.finditer(Path("/proc/self/maps").read_bytes()):
-        first, last = int(found[1], 16), int(found[2], 16)
-        if last <= start:
-            continue
-        if first > start or found[3] != b"rw":
-            break
-        start = last
-        if start >= end:
-            return
-    raise refused(
-        "not mapped readable and writable throughout",
-        segment.nbytes,
-        segment.device,
-        where=f"{segment.nbytes} bytes at {segment.address:#x}",
-        actual=f"it breaks off at {start:#x}",
-    )
+    def __init__(self, library: Library, options: MoriOptions, serving: EngineHost) -> None:
+        self._serving = serving
+        self._within_s = options.connect_timeout_s
+        self._engine = EngineHost(library, options, 0)
+        self._engine.add_peer(serving.desc)
 
+    def prove(self, segment: Segment) -> None:
+        """Register the segment and read its last byte with the device. Raises `BackendError` (`memory_refused`)."""
+        try:
+            self._engine.register(segment)
+            blocks = Blocks([segment.nbytes - 1], [1024], [1])
+            call = self._engine.post(self._engine.memories[-1], self._serving.door, blocks)
+        except PdError as error:
+            raise refused("mori", "it cannot be registered", segment, actual=error.message) from error
+        end = time.monotonic() + self._within_s
+        while not call.finished and time.monotonic() < end:
+            self._engine.wait(call, 0.01)
+        if call.failed is not None or not call.finished:
+            words = call.failed.message if call.failed is not None else f"no end within {self._within_s:g} s"
+            raise refused("mori", "a write out of it does not succeed", segment, actual=words)
 
-def refused(message: str, nbytes: int, device: str, **facts: object) -> BackendError:
-    """A `memory_refused` error with the usual facts."""
-    where = str(facts.pop("where", f"{nbytes} bytes on {device}"))
-    return BackendError(message, code="memory_refused", where=where, **{"backend": "mori", **facts})  # type: ignore[arg-type]
+    def close(self) -> None:
+        """Destroy the engine, or keep it for ever where a write has not ended."""
+        self._engine.close()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import ipaddress
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_pd.backends.library_options import PATH, expect, expect_ranges, read_options, settings_in_force
 from sglang_pd.protocol.errors import ConfigError
 
-PATH = "$.backend.options"
 POLL_MODES = ("polling", "event")
 RESERVED_PORT = 1
 """Port that the library keeps as a mark for engines without RDMA."""
@@ -67,76 +65,32 @@ class MoriOptions:
     allow_untested_version: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    low: float
-    high: float
-    whole: bool = False
-
-    def __call__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (self.whole and isinstance(value, float)):
-            return False
-        return self.low <= value <= self.high
-
-    def __str__(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
-
-
-def _whole(low: int, high: int) -> _Range:
-    return _Range(low, high, whole=True)
-
-
-_WHOLE = {
-    "port": _whole(0, 65535),
-    "qp_per_transfer": _whole(1, 64),
-    "num_worker_threads": _whole(1, 64),
-    "max_blocks_per_call": _whole(1, 1 << 16),
-    "max_bytes_per_call": _whole(4096, 1 << 40),
-    "max_block_bytes": _whole(4096, LONGEST_BLOCK_BYTES),
-    "calls_in_flight": _whole(1, 64),
-    "max_engines": _whole(1, 64),
-}
-_SECONDS = {
-    "connect_timeout_s": _Range(0.01, 3600),
-    "heartbeat_s": _Range(0, 3600),
-    "heartbeat_timeout_s": _Range(0.01, 3600),
-    "drain_s": _Range(0, 3600),
-    "probe_timeout_s": _Range(0.1, 3600),
+_RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "qp_per_transfer": (1, 64),
+    "num_worker_threads": (1, 64),
+    "max_blocks_per_call": (1, 1 << 16),
+    "max_bytes_per_call": (4096, 1 << 40),
+    "max_block_bytes": (4096, LONGEST_BLOCK_BYTES),
+    "calls_in_flight": (1, 64),
+    "max_engines": (1, 64),
+    "connect_timeout_s": (0.01, 3600),
+    "heartbeat_s": (0, 3600),
+    "heartbeat_timeout_s": (0.01, 3600),
+    "drain_s": (0, 3600),
+    "probe_timeout_s": (0.1, 3600),
 }
 
 
 def parse_options(options: Mapping[str, Any]) -> MoriOptions:
     """Check every option. Raises `ConfigError` naming the path and what is valid there."""
-    names = [f.name for f in dataclasses.fields(MoriOptions)]
-    for name in options:
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            raise ConfigError(
-                "no such option",
-                where=f"{PATH}.{name}",
-                expected=" | ".join(sorted(names)),
-                actual=name,
-                hint=f"Did you mean {close[0]!r}?" if close else "",
-            )
-    for name, span in _WHOLE.items():
-        _expect(name, options, span, f"a whole number, {span}")
-    for name, span in _SECONDS.items():
-        _expect(name, options, span, f"seconds, {span}")
-    for name in ("insecure_data_plane", "allow_untested_version"):
-        _expect(name, options, lambda v: isinstance(v, bool), "true or false")
-    _expect("port", options, lambda v: v != RESERVED_PORT, "another port than 1, which the library reserves")
-    _expect("poll_cq_mode", options, lambda v: v in POLL_MODES, " | ".join(POLL_MODES))
-    parsed = MoriOptions(**options)
+    parsed = read_options(MoriOptions, options)
+    expect_ranges(parsed, _RANGES)
+    expect(parsed.port != RESERVED_PORT, "port", "another port than 1, which the library reserves", parsed.port)
+    expect(parsed.poll_cq_mode in POLL_MODES, "poll_cq_mode", " | ".join(POLL_MODES), parsed.poll_cq_mode)
     _check_transport(parsed.transport)
     _check_host(parsed)
     return parsed
-
-
-def _expect(name: str, options: Mapping[str, Any], valid: Callable[[Any], bool], expected: str) -> None:
-    if name in options and not valid(options[name]):
-        raise ConfigError(
-            "an option's value is not acceptable", where=f"{PATH}.{name}", expected=expected, actual=repr(options[name])
-        )
 
 
 def _check_transport(transport: object) -> None:
@@ -168,8 +122,8 @@ def _check_host(options: MoriOptions) -> None:
 
 
 def mori_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The `MORI_*` environment settings in force. They are read, never written, by this library."""
-    return {name: environ[name] for name in sorted(environ) if name.startswith("MORI_")}
+    """The `MORI_*` environment settings in force."""
+    return settings_in_force("MORI_", environ=environ)
 
 
 def check_environment(options: MoriOptions, settings: Mapping[str, str]) -> None:

@@ -28,9 +28,7 @@ at interpreter exit (its libraries' finalisers): programs should flush and end w
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from sglang_pd.backends import nixl_memory
@@ -47,6 +45,7 @@ from sglang_pd.backends.base import (
 )
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, same_host, same_pid_namespace
+from sglang_pd.backends.library_segments import Scope, Side, refused
 from sglang_pd.backends.nixl_blob import ENVELOPE, MAX_SEGMENTS, AgentBlob, decode_blob
 from sglang_pd.backends.nixl_engine import Engine
 from sglang_pd.backends.nixl_library import Library, load_library, log
@@ -61,7 +60,7 @@ from sglang_pd.backends.nixl_options import (
     ucx_settings,
 )
 from sglang_pd.backends.nixl_probe import Probe, Transports
-from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Side, Work, single_piece
+from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Work, single_piece
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
 
@@ -75,7 +74,6 @@ VERIFIED_ON = {
     "libfabric": "not yet run",
 }
 
-_DEVICE = re.compile(r"cpu|cuda:(0|[1-9]\d{0,3})")
 _found: dict[tuple[int, str, tuple[str, ...]], Transports] = {}
 
 
@@ -117,9 +115,7 @@ class NixlBackend(Backend):
         self._epoch, self._options, self._library = epoch, options, library
         self.settings = dict(settings)
         self._digest = settings_digest(options, settings)
-        self._segments: tuple[Segment, ...] = ()
-        self._own: dict[int, Segment] = {}
-        self._side = Side(())
+        self._scope = Scope("nixl", MAX_SEGMENTS)
         self._device = options.device_memory and nixl_memory.cuda_present()
         self._closed = False
         probe = None if self._key(()) in _found else Probe(library.package, options)
@@ -181,42 +177,24 @@ class NixlBackend(Backend):
         """Zeroed memory, page aligned on the host. Raises `BackendError` (`memory_refused`)."""
         self._check_open()
         self._check_device(nbytes, device)
-        segment = nixl_memory.allocate(nbytes, device)
-        self._own[segment.address] = segment
-        return segment
+        return self._scope.admit(nixl_memory.allocate(nbytes, device))
 
     def adopt(self, segment: Segment) -> Segment:
         """Accept host memory mapped for reading and writing, or cudaMalloc memory, after a real registration."""
         self._check_open()
-        if not _DEVICE.fullmatch(segment.device) or segment.nbytes <= 0 or segment.address <= 0:
-            raise nixl_memory.refused("not a segment", segment.nbytes, segment.device, actual=repr(segment))
         self._check_device(segment.nbytes, segment.device)
-        if segment.device == "cpu":
-            nixl_memory.check_host(segment)
-        else:
-            nixl_memory.check_cuda(segment)
+        nixl_memory.check_adoptable(segment)
         entry = _entry(segment)
         self._engine.call(lambda: self._engine.probe(entry))
-        self._own[segment.address] = segment
-        return segment
+        return self._scope.admit(segment)
 
     def register(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
         """Number and register the segments, kept until `close`. Raises `BackendError` (`memory_refused`)."""
         self._check_open()
-        made = [replace(one, number=len(self._segments) + i) for i, one in enumerate(segments)]
-        for number, one in enumerate(made):
-            known = self._own.get(one.address)
-            if known is None or known.nbytes != one.nbytes or known.device != one.device:
-                raise nixl_memory.refused("neither allocated nor adopted by this backend", one.nbytes, one.device)
-            for other in [*self._segments, *made[:number]]:
-                if _overlap(one, other):
-                    raise nixl_memory.refused("overlaps another segment", one.nbytes, one.device, actual=repr(other))
-        if len(self._segments) + len(made) > MAX_SEGMENTS:
-            raise nixl_memory.refused("too many segments", 0, "", expected=f"at most {MAX_SEGMENTS}")
-        self._engine.call(lambda: self._engine.register([_entry(one) for one in made]))
-        self._segments += tuple(made)
-        self._side = Side(self._segments)
-        return tuple(made)
+        numbered = self._scope.number(segments)
+        self._engine.call(lambda: self._engine.register([_entry(one) for one in numbered]))
+        self._scope.commit(numbered)
+        return numbered
 
     # Peers
 
@@ -232,7 +210,7 @@ class NixlBackend(Backend):
                 plugin=self._options.plugin,
                 settings=self._digest,
                 process=own_identity(),
-                segments=[_entry(one) for one in self._segments],
+                segments=[_entry(one) for one in self._scope.segments],
                 metadata=metadata,
             )
         )
@@ -259,7 +237,7 @@ class NixlBackend(Backend):
         else:
             # What was found on this host with these settings does not hold there: ask UCX about that very peer.
             found = Probe(self._library.package, self._options, metadata=body.metadata).result()
-        src = sorted({one for one in self._side.devices if one != "cpu"})
+        src = sorted({one for one in self._scope.side.devices if one != "cpu"})
         dst = sorted({one.device for one in body.segments if one.device != "cpu"})
         if not src and not dst:
             return found.name("cpu", "cpu") if self._options.plugin == "UCX" else self._options.plugin.lower()
@@ -313,7 +291,7 @@ class NixlBackend(Backend):
 
     def _work(self, batch: WriteBatch, peer: NixlPeer, deadline_s: float) -> Work:
         """The checked batch. Raises `BackendError` (`segment_invalid`)."""
-        own, there, name = self._side, peer.side, peer.link.name
+        own, there, name = self._scope.side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
         piece = single_piece(batch, own, there)
         if piece is not None and (nbytes := int(batch.length[0])) <= self._options.max_bytes_per_post:
@@ -366,8 +344,7 @@ class NixlBackend(Backend):
             return
         self._closed = True
         self._engine.stop()
-        self._own.clear()
-        self._segments = ()
+        self._scope.clear()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -375,9 +352,8 @@ class NixlBackend(Backend):
 
     def _check_device(self, nbytes: int, device: str) -> None:
         if device != "cpu" and not self._options.device_memory:
-            raise nixl_memory.refused(
-                "device memory is switched off", nbytes, device, hint="$.backend.options.device_memory"
-            )
+            wanted = Segment(address=0, nbytes=nbytes, device=device)
+            raise refused("nixl", "device memory is switched off", wanted, hint="$.backend.options.device_memory")
 
     def _mine(self, peer: Peer) -> NixlPeer:
         if not isinstance(peer, NixlPeer):
@@ -387,11 +363,3 @@ class NixlBackend(Backend):
 
 def _entry(segment: Segment) -> SegmentEntry:
     return SegmentEntry(segment.address, segment.nbytes, segment.device)
-
-
-def _overlap(one: Segment, other: Segment) -> bool:
-    return (
-        one.device == other.device
-        and one.address < other.address + other.nbytes
-        and other.address < one.address + one.nbytes
-    )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +9,9 @@ from typing import Any
 
 import xxhash
 
+from sglang_pd.backends.library_options import PATH, expect, expect_ranges, read_options, settings_in_force, unknown
 from sglang_pd.protocol.errors import ConfigError
 
-PATH = "$.backend.options"
 PLUGINS = ("UCX", "LIBFABRIC")
 """Plugins of nixl that move memory to another process; its other plugins are storage."""
 
@@ -76,49 +73,25 @@ class NixlOptions:
         return params
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "num_threads": (0, 256),
+    "max_descriptors_per_post": (1, 1 << 20),
+    "max_bytes_per_post": (4096, 1 << 40),
+    "probe_timeout_s": (0.001, 1e9),
+}
+
+
 def parse_options(options: Mapping[str, Any]) -> NixlOptions:
-    """Check every option and the environment. Raises `ConfigError` naming the path and what is valid there."""
-    names = [f.name for f in dataclasses.fields(NixlOptions)]
-    for name in options:
-        if name not in names:
-            raise _unknown(f"{PATH}.{name}", str(name), names)
+    """Check every option. Raises `ConfigError` naming the path and what is valid there."""
     values = dict(options)
-    values["plugin"] = _plugin(values.get("plugin", "UCX"))
-    values["plugin_params"] = _params(values["plugin"], values.get("plugin_params", {}))
-    for name in ("progress_thread", "device_memory", "allow_tcp_for_device", "allow_untested_version"):
-        _expect(name, values, lambda v: isinstance(v, bool), "true or false")
-    _expect("num_threads", values, lambda v: _whole(v) and 0 <= v <= 256, "a whole number from 0 to 256")
-    _expect("max_descriptors_per_post", values, lambda v: _whole(v) and 1 <= v <= 1 << 20, "1 to 1048576")
-    _expect("max_bytes_per_post", values, lambda v: _whole(v) and 4096 <= v <= 1 << 40, "4096 bytes to 1 TiB")
-    _expect("max_deadline_s", values, lambda v: v is None or _seconds(v), "seconds above 0, or null")
-    _expect("probe_timeout_s", values, _seconds, "seconds above 0")
-    return NixlOptions(**values)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _seconds(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
-
-
-def _expect(name: str, values: Mapping[str, Any], valid: Any, expected: str) -> None:
-    if name in values and not valid(values[name]):
-        raise ConfigError(
-            "an option's value is not acceptable", where=f"{PATH}.{name}", expected=expected, actual=repr(values[name])
-        )
-
-
-def _unknown(where: str, name: str, valid: list[str] | tuple[str, ...]) -> ConfigError:
-    close = difflib.get_close_matches(name, valid, n=1)
-    return ConfigError(
-        "no such option",
-        where=where,
-        expected=" | ".join(sorted(valid)),
-        actual=name,
-        hint=f"Did you mean {close[0]!r}?" if close else "",
-    )
+    plugin = _plugin(values.get("plugin", "UCX"))
+    if "plugin_params" in values:
+        values["plugin_params"] = _params(plugin, values["plugin_params"])
+    parsed = read_options(NixlOptions, values)
+    expect_ranges(parsed, _RANGES)
+    if parsed.max_deadline_s is not None:
+        expect(0 < parsed.max_deadline_s < 1e9, "max_deadline_s", "seconds above 0, or null", parsed.max_deadline_s)
+    return parsed
 
 
 def _plugin(value: object) -> str:
@@ -143,7 +116,7 @@ def _params(plugin: str, value: object) -> dict[str, str]:
                 "set threads above the plugin", where=f"{where}.num_threads", expected=f"{PATH}.num_threads"
             )
         if plugin == "UCX" and name not in UCX_PARAMS:
-            raise _unknown(f"{where}.{name}", str(name), UCX_PARAMS)
+            raise unknown(f"{where}.{name}", name, UCX_PARAMS)
         if not isinstance(given, (str, int, float, bool)):
             raise ConfigError("not a scalar", where=f"{where}.{name}", expected="text or a number", actual=repr(given))
         params[str(name)] = str(given).lower() if isinstance(given, bool) else str(given)
@@ -158,9 +131,9 @@ def _params(plugin: str, value: object) -> dict[str, str]:
     return params
 
 
-def ucx_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The `UCX_*` and `NIXL_*` environment settings in force. They are read, never written, by this library."""
-    return {name: environ[name] for name in sorted(environ) if name.startswith(("UCX_", "NIXL_"))}
+def ucx_settings() -> dict[str, str]:
+    """The `UCX_*` and `NIXL_*` environment settings in force."""
+    return settings_in_force("UCX_", "NIXL_")
 
 
 def settings_digest(options: NixlOptions, settings: Mapping[str, str]) -> int:

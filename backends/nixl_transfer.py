@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.backends.base import Segment, Transfer, TransferState
-from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.base import Transfer, TransferState
+from sglang_pd.backends.library_segments import Side, ordinal
 from sglang_pd.backends.nixl_library import Handle, Rows
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.protocol.batch import RegionTable, WriteBatch
+from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import PdError, TransferError
 
 U64 = NDArray[np.uint64]
@@ -89,37 +89,6 @@ class NixlTransfer(Transfer):
         return self._error
 
 
-class Side:
-    """One side's registered segments, by number: address of the first byte, length in bytes, device."""
-
-    def __init__(self, segments: Sequence[Segment | SegmentEntry]) -> None:
-        self.devices = tuple(one.device for one in segments)
-        self.base: U64 = np.array([one.address for one in segments], np.uint64)
-        self.nbytes: U64 = np.array([one.nbytes for one in segments], np.uint64)
-        self.host_only = all(device == "cpu" for device in self.devices)
-        self.index: U64 = np.array([_ordinal(device) for device in self.devices], np.uint64)
-        # The same as Python numbers, for a batch of one.
-        self._plain = tuple((one.address, one.nbytes, _ordinal(one.device)) for one in segments)
-
-    def row(self, table: RegionTable, region: int, offset: int, nbytes: int) -> tuple[int, int, int] | None:
-        """Address, length, device number of one range; None where it is not plainly inside its region and segment."""
-        if region >= table.segment.shape[0] or nbytes == 0:
-            return None
-        segment, base, size = int(table.segment[region]), int(table.base[region]), int(table.size_bytes[region])
-        if segment >= len(self._plain) or offset + nbytes > size or base + size > self._plain[segment][1]:
-            return None
-        address, _, index = self._plain[segment]
-        return address + base + offset, nbytes, index
-
-    def device(self, table: RegionTable, region: int) -> str:
-        """Device of a region."""
-        return self.devices[int(table.segment[region])]
-
-
-def _ordinal(device: str) -> int:
-    return 0 if device == "cpu" else int(device.partition(":")[2])
-
-
 def kind_of(device: str) -> str:
     """`cpu` or `cuda`."""
     return device.partition(":")[0]
@@ -135,12 +104,13 @@ def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
     if [(one.shape, one.dtype.char) for one in fields] != _ONE:
         return None
     source, target, src_offset, dst_offset, nbytes = (one.item() for one in fields)
-    local = own.row(batch.src, source, src_offset, nbytes)
-    remote = peer.row(batch.dst, target, dst_offset, nbytes)
+    local = own.range(batch.src, source, src_offset, nbytes)
+    remote = peer.range(batch.dst, target, dst_offset, nbytes)
     if local is None or remote is None:
         return None
-    device = own.device(batch.src, source)
-    return Piece(([local], [remote]), (kind_of(device), kind_of(peer.device(batch.dst, target))), device)
+    here, there = own.devices[local[1]], peer.devices[remote[1]]
+    rows = [(local[0], nbytes, ordinal(here))], [(remote[0], nbytes, ordinal(there))]
+    return Piece(rows, (kind_of(here), kind_of(there)), here)
 
 
 _ONE = [((1,), np.dtype(kind).char) for kind in (np.uint32, np.uint32, np.uint64, np.uint64, np.uint64)]

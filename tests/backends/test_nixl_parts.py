@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from sglang_pd.backends.base import Segment, TransferState, batch_addresses, check_batch
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
+from sglang_pd.backends.library_segments import Side, allocate_host, check_mapped
 from sglang_pd.backends.nixl_blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
-from sglang_pd.backends.nixl_memory import allocate, check_host
 from sglang_pd.backends.nixl_options import NixlOptions, check_environment, may_use_rdma, parse_options
 from sglang_pd.backends.nixl_probe import read_tables
-from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Side, single_piece
+from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, single_piece
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
 
@@ -341,20 +341,20 @@ def test_unknown_may_be_proven_and_final_is_final() -> None:
 
 
 def test_unmapped_and_read_only_memory_is_refused() -> None:
-    segment = allocate(3 * 4096, "cpu")
-    check_host(segment)
+    segment = allocate_host("nixl", 3 * 4096)
+    check_mapped("nixl", segment)
     with pytest.raises(BackendError, match="memory_refused"):
-        check_host(Segment(address=4096, nbytes=4096, device="cpu"))
+        check_mapped("nixl", Segment(address=4096, nbytes=4096, device="cpu"))
     with pytest.raises(BackendError, match="memory_refused"):
-        check_host(Segment(address=segment.address, nbytes=1 << 45, device="cpu"))
+        check_mapped("nixl", Segment(address=segment.address, nbytes=1 << 45, device="cpu"))
     with mmap.mmap(-1, 4096) as pages:
         view = np.frombuffer(pages, np.uint8)
         address = int(view.ctypes.data)
         del view
-        check_host(Segment(address=address, nbytes=4096, device="cpu"))
+        check_mapped("nixl", Segment(address=address, nbytes=4096, device="cpu"))
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ) == 0
         with pytest.raises(BackendError, match="memory_refused"):
-            check_host(Segment(address=address, nbytes=4096, device="cpu"))
+            check_mapped("nixl", Segment(address=address, nbytes=4096, device="cpu"))
 
 
 # UCX's tables, as printed by UCX 1.23
