@@ -95,8 +95,13 @@ class Endpoint:
         self._halves: set[int] = set()
         """Handles that gave one of their two last events, the terminal one and RELEASABLE."""
         self.link = Link(network.curve)
-        self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
-        self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
+        try:
+            self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
+            self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
+        except BaseException:
+            self.link.close()
+            os.close(self._event_fd)
+            raise
         self.control = InstanceControl(config, self.link, self._emit)
         self.agent = RankAgent(
             setup.facts(),
