@@ -68,7 +68,7 @@ class Network:
 def host_identity() -> str:
     """Names this boot of this host and this process's PID and network namespaces.
 
-    Within the first a pidfd proves a death; the sockets by which same-host backends pass descriptors stay in the second.
+    Within the first a pidfd proves a death; sockets that pass memory descriptors do not leave the second.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
