@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.parity_live import CONFIGS, whole
+from support.parity_live import CONFIGS, P, whole
 from support.parity_pair import LANES, UNVERIFIED, Case, Pair, Pairs
 from support.parity_tamper import tampers
 from support.reference_run import Host, Size, prompt_ids
@@ -34,10 +34,12 @@ def faults(stage: str) -> list[Fault]:
 
 
 def few(stage: str) -> list[Fault]:
-    """Each way once for each kind of state."""
+    """A region of each kind skipped and changed by its least; every other way once."""
     chosen: dict[tuple[str, str], Fault] = {}
     for fault in faults(stage):
-        chosen.setdefault((fault[1].partition("_with_")[0], fault[2][0]), fault)
+        way = fault[1].partition("_with_")[0]
+        every_kind = way in ("skip", "one_byte", "one_element")
+        chosen.setdefault((way, fault[2][0] if every_kind else ""), fault)
     return list(chosen.values())
 
 
@@ -48,15 +50,16 @@ def prepared(pair: Pair, lane: str) -> None:
     pair.prefill.tell("decoy", lane=lane, ids=prompt_ids(LENGTH, seed=8).tolist())
 
 
-def refused(pair: Pair, lane: str, fault: Fault) -> None:
+def refused(pair: Pair, lane: str, fault: Fault) -> str:
     """The room fails on both sides by the digests, and nothing of it reaches the engine."""
     pair.ready(lane, prefill=None, decode=FILLER)  # the room before left right bytes where this one may land
-    (got,) = pair.run(lane, [Case(LENGTH, fault=fault)])
+    (got,) = pair.run(lane, [Case(LENGTH, P if fault[0] == "early" else 0, fault=fault)])
     assert got.error is not None, f"{fault} was admitted; it differs by {got.noticed(whole('soft', LENGTH))}"
     assert got.error["code"] == "digest_mismatch", (fault, got.error)
     assert f"/{fault[2][0]}," in got.error["where"], (fault, got.error)
     assert not got.before and not got.after
     assert got.prefill_error is not None and got.prefill_error["code"] == "digest_mismatch", (fault, got.prefill_error)
+    return got.error["where"]
 
 
 def refuse_all(pair: Pair, lane: str, chosen: list[Fault]) -> None:
@@ -116,18 +119,37 @@ def test_live_state_tells_every_way_in_every_region(pairs: Pairs, transport: str
     notice_all(pairs.get(transport, LANES), "soft", faults("source"))
 
 
-def test_another_requests_indices_are_noticed(pairs: Pairs) -> None:
-    """One list space at a time: pages, sliding-window pages, row, slot."""
+def test_a_fault_in_an_early_chunk_is_refused_by_that_chunk(pairs: Pairs) -> None:
+    """Of what streams: the first page goes wrong, the others follow as they should."""
+    pair = pairs.get("local", LANES)
+    prepared(pair, "soft")
+    for way, key in [("skip", ("KV", 2, "k")), ("one_byte", ("MLA", 7, "latent")), ("one_row_off", ("KV", 5, "v"))]:
+        where = refused(pair, "soft", ("early", way, key))
+        assert f"elements [0, {P})" in where
+    pair.ready("soft", prefill=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["local", "nixl"])
+def test_every_fault_in_an_early_chunk_is_refused(pairs: Pairs, transport: str) -> None:
+    paged = [("early", way, key) for _, way, key in faults("transport") if key[0] in ("KV", "MLA", "INDEX_K")]
+    refuse_all(pairs.get(transport, LANES), "soft", paged)
+
+
+@pytest.mark.parametrize(("side", "how"), [("prefill", "other"), ("prefill", "reversed"), ("decode", "reversed")])
+def test_wrong_indices_are_noticed(pairs: Pairs, side: str, how: str) -> None:
+    """One list space at a time, of the pages, sliding-window pages, row and slot; digests cannot see this."""
     pair = pairs.get("local", LANES)
     prepared(pair, "soft")
     names = pair.prefill.tell("cases", lane="soft")["lists"]
     assert len(names) == 4
-    for name in names:
+    lying = pair.prefill if side == "prefill" else pair.decode
+    for name in names if how == "other" else [name for name in names if name.startswith("Page")]:
         pair.ready("soft", prefill=None, decode=FILLER)
-        pair.prefill.tell("wrong_lists", lane="soft", name=name, tokens=LENGTH)
+        lying.tell("wrong_lists", lane="soft", name=name, tokens=LENGTH, how=how)
         (got,) = pair.run("soft", [Case(LENGTH)])
         noticed = got.noticed(whole("soft", LENGTH))
-        assert {"before", "logits"} <= noticed, (name, noticed, got.error)
-    pair.prefill.tell("wrong_lists", lane="soft", name="", tokens=LENGTH)
+        assert {"before", "logits"} <= noticed and got.error is None, (name, noticed, got.error)
+    lying.tell("wrong_lists", lane="soft", name="", tokens=LENGTH)
     (clean,) = pair.run("soft", [Case(LENGTH)])
     assert not clean.explain(whole("soft", LENGTH))

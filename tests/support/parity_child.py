@@ -90,7 +90,9 @@ class Lane:
         if self.prefills:
             self.endpoint: Any = PrefillEndpoint(control, self.parts.setup)
             self.runner: Any = PrefillRunner(self.parts, self.endpoint)
-            self.handoff, self.parts.engine.handoff = self.parts.engine.handoff, self.before_handoff  # type: ignore[method-assign]
+            engine: Any = self.parts.engine
+            self.handoff, engine.handoff = engine.handoff, self.before_handoff
+            self.prefill, engine.prefill = engine.prefill, self.before_prefill
         else:
             self.endpoint = DecodeEndpoint(control, self.parts.setup)
             self.runner = DecodeRunner(self.parts, self.endpoint)
@@ -193,18 +195,27 @@ class Lane:
         Faults: `transport` WAY KEY, what is asked of the backend; `source` WAY KEY, what lies in prefill's pools;
         `lists` NAME, which indices the endpoint is told.
         """
-        self.backend.change = None
         stage, rest = self.faults.pop(request_id, ("", []))
         if stage == "transport":
-            self._tamper(request_id, rest[0], tuple(rest[1]))
+            self._tamper(request_id, rest[0], tuple(rest[1]), self.lease_of(request_id).tokens)
         elif stage == "source":
             self._spoil(request_id, rest[0], tuple(rest[1]))
         return self.handoff(request_id)
 
-    def _tamper(self, request_id: str, way: str, key: tuple[str, int, str]) -> None:
+    def before_prefill(self, chunk: PrefillChunk) -> Any:
+        """Stands before the engine's `prefill`. Fault `early` WAY KEY: as `transport`, in the prompt's first page, and
+        from the first chunk on."""
+        if chunk.start == 0:
+            self.backend.change = None
+            if self.faults.get(chunk.request_id, ("",))[0] == "early":
+                _, (way, key) = self.faults.pop(chunk.request_id)
+                self._tamper(chunk.request_id, way, tuple(key), PAGE)
+        return self.prefill(chunk)
+
+    def _tamper(self, request_id: str, way: str, key: tuple[str, int, str], tokens: int) -> None:
         change = next(change for name, at, change in tampers(self.parts.pools) if (name, at) == (way, key))
         lease = self.lease_of(request_id)
-        self.backend.change = change(Target(self.parts.pools, key, lease, self._other(), Prompt(lease.tokens)))
+        self.backend.change = change(Target(self.parts.pools, key, lease, self._other(), Prompt(tokens)))
 
     def _spoil(self, request_id: str, way: str, key: tuple[str, int, str]) -> None:
         spoil = next(spoil for name, at, spoil in spoils(self.parts.pools) if (name, at) == (way, key))
@@ -216,23 +227,29 @@ class Lane:
             raise ValueError("no decoy is held")
         return self.decoy
 
-    def do_wrong_lists(self, name: str, tokens: int) -> None:
-        """Prefill's endpoint is told the decoy's indices of one list space from now on; empty name: the right ones."""
+    def do_wrong_lists(self, name: str, tokens: int, how: str = "other") -> None:
+        """The endpoint is told wrong indices of one list space from now on; of none with an empty name.
+
+        how: `other`, those of the decoy; `reversed`, the right ones in the wrong order.
+        """
         spaces = list(self.parts.layout.roots.list_spaces)
         wrong = next((s for n, s in enumerate(spaces) if type(s).__name__ + str(n) == name), None)
-        request, send = type(self.endpoint).request, type(self.endpoint).send
 
         def changed(lists: Any) -> Any:
             if wrong is None or not lists or wrong not in lists:
                 return lists
-            return {**lists, wrong: self._other().lists(Prompt(tokens))[wrong]}
+            if how == "other":
+                return {**lists, wrong: self._other().lists(Prompt(tokens))[wrong]}
+            return {**lists, wrong: wrong.ingest(lists[wrong].lower()[::-1].copy(), consumer="a defect")}
 
-        self.endpoint.request = lambda room, ids, lists, **more: request(
-            self.endpoint, room, ids, changed(lists), **more
-        )
-        self.endpoint.send = lambda room, start, stop, lists=None, **more: send(
-            self.endpoint, room, start, stop, lists=changed(lists), **more
-        )
+        at, kind = self.endpoint, type(self.endpoint)
+        if self.prefills:
+            at.request = lambda room, ids, lists, **more: kind.request(at, room, ids, changed(lists), **more)
+            at.send = lambda room, start, stop, lists=None, **more: kind.send(
+                at, room, start, stop, lists=changed(lists), **more
+            )
+        else:
+            at.open = lambda room, to, ids, lists, **more: kind.open(at, room, to, ids, changed(lists), **more)
 
 
 @cache

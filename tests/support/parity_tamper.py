@@ -52,7 +52,10 @@ def same(a: WriteBatch, b: WriteBatch) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """One region of a request at its source, and another request of equal length there."""
+    """One region of a request at its source, and another request of equal length there.
+
+    prompt: may be shorter than the request's; then only the live rows of its beginning are meant.
+    """
 
     pools: RankPools
     key: RegionKey
@@ -74,7 +77,8 @@ class Target:
         """Slots of a request's live rows."""
         _, space = self.pools.region(*self.key)
         elements = kind_of(self.key[0]).live(self.prompt, space)
-        return element_slots(space, lease.lists(self.prompt), self.prompt, elements)[1].astype(np.int64)
+        lists = lease.lists(self.prompt, windows=self.key[0] == "SWA")
+        return element_slots(space, lists, self.prompt, elements)[1].astype(np.int64)
 
     def row(self, slot: int) -> NDArray[np.uint8]:
         """A row's bytes."""
