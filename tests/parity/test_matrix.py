@@ -8,6 +8,8 @@ import pytest
 from support.parity_live import LENGTHS, P, R, whole
 from support.parity_pair import LANES, TRANSPORTS, Case, Pairs
 
+pytestmark = pytest.mark.timeout(180)  # the first test of a backend starts its processes
+
 CHUNKED = [n for n in LENGTHS if n > 1]
 LEAN = (1, R - 1, P, 4 * P + 5)
 """Lengths that a transport other than `local` runs in the fast suite."""

@@ -133,14 +133,16 @@ class Pair:
             self.close()
             raise
 
-    def ready(self, lane: str, *, prefill: float | None = POISON, decode: float | None = POISON) -> None:
-        """Nothing is held on either side, all memory is accounted for, and pools are full of this."""
+    def ready(self, lane: str, *, prefill: float | None = POISON, decode: float | None = POISON) -> int:
+        """Nothing is held on either side, all memory is accounted for, and pools are full of this. Writes of prefill
+        that a fault changed so far."""
         self.broken = True
         fillers = ((self.prefill, prefill), (self.decode, decode))
-        list(self._both.map(lambda side: side[0].tell("ready", lane=lane, filler=side[1]), fillers))
+        answers = list(self._both.map(lambda side: side[0].tell("ready", lane=lane, filler=side[1]), fillers))
         for worker in (self.prefill, self.decode):
             worker.lines.clear()
         self.broken = False
+        return int(answers[0]["changed"])
 
     def run(self, lane: str, cases: Sequence[Case]) -> list[Outcome]:
         """Hand these over, all in flight together."""
