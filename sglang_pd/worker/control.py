@@ -46,6 +46,8 @@ from sglang_pd.worker.watch import Watch
 
 PEERS: Final = "peers"
 RANKS: Final = "ranks"
+STALL_S: Final = 0.75
+"""A longer time between two turns of the control thread, which sleeps 0.25 s at most, is a stall of its own."""
 MAX_PENDING: Final = 16_384
 """Opens that wait for their peer's handshake."""
 
@@ -107,6 +109,7 @@ class InstanceControl:
         """Lost peers whose fence is sought here: the epochs of their ranks."""
         self.failed: ErrorInfo | None = None
         self.draining_until_s: float | None = None
+        self._turned_s = clock()
         self.watch = Watch()
 
     # --- ranks -------------------------------------------------------------------------------------------------------
@@ -453,6 +456,7 @@ class InstanceControl:
             for rank, report in reports:
                 self._on_report(rank, report)
         now_s = self._clock()
+        self._forgive_own_stall(now_s)
         self._try_pending()
         if self.peering is None or self.desk is None:
             return
@@ -469,6 +473,16 @@ class InstanceControl:
         if self.draining_until_s is not None and now_s >= self.draining_until_s:
             self.desk.fail_all(ErrorInfo(code="draining", message="the drain deadline passed"), now_s)
         self.peering.tick(now_s, self._rooms_with)
+
+    def _forgive_own_stall(self, now_s: float) -> None:
+        """Who did not look (a stopped process, a starved thread) cannot say that nobody spoke: peers get that time."""
+        stall_s, self._turned_s = now_s - self._turned_s, now_s
+        if self.desk is None or stall_s < STALL_S:
+            return
+        for table in (self.desk.prefill, self.desk.decode):
+            for peer in table.peers.values():
+                peer.alive_until_s += stall_s
+        self.ranks.forgive(stall_s)
 
     def _rooms_with(self, epoch: int) -> int:
         if self.desk is None:

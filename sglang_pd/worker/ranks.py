@@ -63,6 +63,11 @@ class Ranks:
             entry.heard_s = now_s
         return entry is not None
 
+    def forgive(self, stall_s: float) -> None:
+        """This side did not listen for so long."""
+        for entry in self._ranks.values():
+            entry.heard_s += stall_s
+
     @property
     def missing(self) -> list[RankId]:
         """Ranks that have not joined."""
