@@ -56,12 +56,12 @@ def refused(pair: Pair, lane: str, fault: Fault) -> str:
     """The room fails on both sides by the digests, and nothing of it reaches the engine."""
     before = pair.ready(lane, prefill=None, decode=FILLER)  # else right bytes of the room before may lie there
     (got,) = pair.run(lane, [Case(LENGTH, P if fault[0] == "early" else 0, fault=fault)])
-    assert pair.ready(lane, prefill=None, decode=None) > before, f"{fault} changed nothing"
     assert got.error is not None, f"{fault} was admitted; it differs by {got.noticed(whole('soft', LENGTH))}"
     assert got.error["code"] == "digest_mismatch", (fault, got.error)
     assert f"/{fault[2][0]}," in got.error["where"], (fault, got.error)
     assert not got.before and not got.after
     assert got.prefill_error is not None and got.prefill_error["code"] == "digest_mismatch", (fault, got.prefill_error)
+    assert pair.ready(lane, prefill=None, decode=None) > before, f"{fault} changed nothing"
     return got.error["where"]
 
 

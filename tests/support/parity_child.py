@@ -135,7 +135,8 @@ class Lane:
         deadline_s = time.monotonic() + 20
         while not self.runner.idle or len(self.parts.allocator.leases) > held or self.parts.allocator.quarantine:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"not idle: {self.parts.allocator.counts()} {self.endpoint.stats()}")
+                facts = self.parts.allocator.counts(), self.endpoint.stats(), self.endpoint.peers()
+                raise TimeoutError(f"not idle after 20 s: {facts}")
             time.sleep(0.001)
 
         def fill() -> None:
