@@ -20,6 +20,8 @@ from sglang_pd.router.breaker import BreakerState
 from sglang_pd.router.metrics import COUNTERS
 from sglang_pd.router.metrics import PREFIX as ROUTER_PREFIX
 
+pytestmark = pytest.mark.timeout(180)
+
 TARGET_LABELS = {"instance", "job"}
 """What Prometheus itself adds."""
 VALUES = {
