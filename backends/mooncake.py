@@ -35,14 +35,12 @@ from sglang_pd.backends.base import (
     Peer,
     Segment,
     TransferState,
-    batch_addresses,
     check_batch,
 )
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import own_identity
-from sglang_pd.backends.library_segments import Side
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
-from sglang_pd.backends.mooncake_chunk import Pieces
 from sglang_pd.backends.mooncake_inbound import Inbound
 from sglang_pd.backends.mooncake_library import Library, load
 from sglang_pd.backends.mooncake_links import Links
@@ -50,7 +48,7 @@ from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions, check_environment, environment, parse_options
 from sglang_pd.backends.mooncake_pump import Pump
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound
-from sglang_pd.protocol.batch import I64, U64, WriteBatch
+from sglang_pd.protocol.batch import U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 __all__ = ["MooncakeBackend", "create", "environment"]
@@ -61,7 +59,8 @@ VERIFIED_ON = {
     "nvlink_intra": "two H200s of one host over NVLink, cuda13 0.3.14, 2026-11-29",
 }
 
-_NO_PAIR: I64 = np.zeros(1, np.int64)
+_NONE = np.zeros(0, np.uint64)
+_NO_ROWS = Rows(_NONE, _NONE, _NONE, _NONE.astype(np.uint32), _NONE.astype(np.uint32))
 
 
 def create(*, epoch: int, options: Mapping[str, Any]) -> Backend:
@@ -272,15 +271,15 @@ class MooncakeBackend(Backend):
         if len(batch) == 1:
             pieces, nbytes = _one_piece(batch, self._scope.side.base, mine.side.base), int(batch.length[0])
         else:
-            pieces, nbytes = _pieces(batch, self._scope.side, mine.side), batch.total_bytes
+            pieces, nbytes = Rows.of(batch, self._scope.side.base, mine.side.base), batch.total_bytes
         transfer = MooncakeTransfer(mine, pieces, nbytes, deadline_s, after)
+        transfer.provable = self._scope.side.host_only and mine.side.host_only
         self._pump.post(mine, transfer)
         return transfer
 
     def _ended(self, peer: MooncakePeer, lost: PdError | None, batch: WriteBatch) -> MooncakeTransfer:
         """A transfer that never was: DONE without descriptors, FAILED to a peer that is gone."""
-        none = np.zeros(0, np.uint64)
-        transfer = MooncakeTransfer(peer, Pieces(none, none, none, none.astype(np.int64)), batch.total_bytes, 1.0, None)
+        transfer = MooncakeTransfer(peer, _NO_ROWS, batch.total_bytes, 1.0, None)
         if len(batch):
             gone = TransferError("the peer was disconnected", code="peer_lost", where=f"mooncake, {peer.label}")
             transfer.blame(lost or gone)
@@ -336,18 +335,11 @@ class MooncakeBackend(Backend):
         return peer
 
 
-def _pieces(batch: WriteBatch, own: Side, peer: Side) -> Pieces:
-    """The batch as addresses, in its own order."""
-    src, dst = batch_addresses(batch, own.base, peer.base)
-    pair: I64 = batch.src.segment.astype(np.int64)[batch.src_region] * len(peer.devices)
-    pair += batch.dst.segment.astype(np.int64)[batch.dst_region]
-    return Pieces(src, dst, batch.length, pair)
-
-
-def _one_piece(batch: WriteBatch, own_base: U64, peer_base: U64) -> Pieces:
+def _one_piece(batch: WriteBatch, own_base: U64, peer_base: U64) -> Rows:
     """The same for one descriptor, without the fixed cost of a dozen array operations."""
     src, dst = int(batch.src_region[0]), int(batch.dst_region[0])
     src_address = int(own_base[batch.src.segment[src]]) + int(batch.src.base[src]) + int(batch.src_offset[0])
     dst_address = int(peer_base[batch.dst.segment[dst]]) + int(batch.dst.base[dst]) + int(batch.dst_offset[0])
     addresses = np.array([[src_address], [dst_address]], np.uint64)
-    return Pieces(addresses[0], addresses[1], batch.length, _NO_PAIR)
+    segments = batch.src.segment[batch.src_region], batch.dst.segment[batch.dst_region]
+    return Rows(addresses[0], addresses[1], batch.length, *segments)

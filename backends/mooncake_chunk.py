@@ -8,14 +8,13 @@ the wait is short. (It is also faster than waiting: the library's wait takes a c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_library import Library
-from sglang_pd.protocol.batch import I64, U64
 
 _BAD_IDS = (0, -1, (1 << 64) - 1)
 _SINGLES = 16
@@ -32,49 +31,11 @@ class ChunkState(Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Descriptors as the library gets them, by ascending destination. Arrays of shape [pieces].
-
-    src, dst: uint64 addresses in the source's and the destination's process. length: uint64 bytes.
-    pair: int64, the same for pieces of one (source segment, destination segment) pair.
-    """
-
-    src: U64
-    dst: U64
-    length: U64
-    pair: I64
-
-    def __len__(self) -> int:
-        return int(self.length.shape[0])
-
-    def part(self, first: int, last: int) -> Pieces:
-        """Pieces `first` to `last - 1`."""
-        cut = slice(first, last)
-        return Pieces(self.src[cut], self.dst[cut], self.length[cut], self.pair[cut])
-
-
-def merge(pieces: Pieces, max_bytes: int) -> Pieces:
+def merge(rows: Rows, max_bytes: int) -> Rows:
     """Sort by destination, join neighbours contiguous on both sides within one pair, cut what exceeds `max_bytes`."""
-    if len(pieces) == 1 and int(pieces.length[0]) <= max_bytes:
-        return pieces
-    src, dst, length, pair = pieces.src, pieces.dst, pieces.length, pieces.pair
-    if (dst[1:] < dst[:-1]).any():
-        order = np.argsort(dst, kind="stable")
-        src, dst, length, pair = src[order], dst[order], length[order], pair[order]
-    joined = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1]) & (pair[1:] == pair[:-1])
-    if joined.any():
-        starts = np.flatnonzero(np.concatenate(([True], ~joined)))
-        length = np.add.reduceat(length, starts)
-        src, dst, pair = src[starts], dst[starts], pair[starts]
-    if int(length.max()) > max_bytes:
-        cuts = (length.astype(np.int64) + max_bytes - 1) // max_bytes
-        row = np.repeat(np.arange(len(length)), cuts)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
-        offset = (within * max_bytes).astype(np.uint64)
-        length = np.minimum(length[row] - offset, np.uint64(max_bytes))
-        src, dst, pair = src[row] + offset, dst[row] + offset, pair[row]
-    return Pieces(src, dst, length, pair)
+    if len(rows) == 1:
+        return rows.cut(max_bytes)
+    return rows.by_destination().merged().cut(max_bytes)
 
 
 class Chunk(Protocol):
@@ -100,7 +61,7 @@ class _Ended:
 class _Singles:
     """Descriptors with an id each."""
 
-    def __init__(self, raw: Any, session: str, pieces: Pieces) -> None:
+    def __init__(self, raw: Any, session: str, pieces: Rows) -> None:
         self.reason = ""
         self._raw = raw
         self._ids: list[int] = []
@@ -176,7 +137,7 @@ class _Ticket:
         return ChunkState.RUNNING
 
 
-def _submit_batch(library: Library, raw: Any, session: str, pieces: Pieces) -> int:
+def _submit_batch(library: Library, raw: Any, session: str, pieces: Rows) -> int:
     if library.has_arrays:
         columns = [np.ascontiguousarray(one.view(np.int64)) for one in (pieces.src, pieces.dst, pieces.length)]
         return int(raw.batch_transfer_async_write_arrays(session, *columns))
@@ -184,18 +145,16 @@ def _submit_batch(library: Library, raw: Any, session: str, pieces: Pieces) -> i
     return int(raw.batch_transfer_async_write(session, *lists))
 
 
-def _submit_ticket(raw: Any, session: str, pieces: Pieces) -> Any:
+def _submit_ticket(raw: Any, session: str, pieces: Rows) -> Any:
     bases: list[list[int]] = [[], [], [], []]
     offsets: list[list[list[int]]] = [[], [], []]
-    for pair in np.unique(pieces.pair):
-        here = pieces.pair == pair
-        src, dst, length = pieces.src[here], pieces.dst[here], pieces.length[here]
-        for column, values in enumerate((src, dst)):
+    for part in pieces.grouped().slices(len(pieces), 1 << 63, one_pair=True):
+        for column, values in enumerate((part.src, part.dst)):
             base = int(values.min())
             bases[2 * column].append(base)
-            bases[2 * column + 1].append(int((values + length).max()) - base)
+            bases[2 * column + 1].append(int((values + part.length).max()) - base)
             offsets[column].append((values - np.uint64(base)).tolist())
-        offsets[2].append(length.tolist())
+        offsets[2].append(part.length.tolist())
     return raw.submit_scatter_write(session, *bases, *offsets)
 
 
@@ -204,7 +163,7 @@ def refused(reason: str) -> Chunk:
     return _Ended(reason)
 
 
-def submit(library: Library, raw: Any, session: str, pieces: Pieces, transport: str) -> Chunk:
+def submit(library: Library, raw: Any, session: str, pieces: Rows, transport: str) -> Chunk:
     """Hand pieces to the library. Whatever it raises or refuses is a LOST chunk."""
     try:
         if library.has_tickets and transport != "tcp":
@@ -213,9 +172,9 @@ def submit(library: Library, raw: Any, session: str, pieces: Pieces, transport: 
         if len(pieces) <= _SINGLES:
             return _Singles(raw, session, pieces)
         last = len(pieces) - 1
-        batch = _submit_batch(library, raw, session, pieces.part(0, last))
+        batch = _submit_batch(library, raw, session, pieces.take(slice(0, last)))
         if batch in _BAD_IDS:
             return _Ended(f"batch_transfer_async_write returned {batch}")
-        return _Batch(raw, batch, _Singles(raw, session, pieces.part(last, last + 1)))
+        return _Batch(raw, batch, _Singles(raw, session, pieces.take(slice(last, last + 1))))
     except Exception as error:
         return _Ended(f"{type(error).__name__}: {error}")

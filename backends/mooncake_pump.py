@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.mooncake_chunk import ChunkState, Pieces, merge, refused, submit
+from sglang_pd.backends.library_rows import Rows
+from sglang_pd.backends.mooncake_chunk import ChunkState, merge, refused, submit
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_transfer import Flight, MooncakePeer, MooncakeTransfer
@@ -318,8 +319,8 @@ class Pump:
             self._left += 1
 
     def _expire(self, peer: MooncakePeer, now: float) -> None:
-        late = [one for one in peer.waiting if now > one.ends_at and not one.halted]
-        late += [one.transfer for one in peer.flying if now > one.transfer.ends_at]
+        late = [one for one in peer.waiting if now > one.expires and not one.halted]
+        late += [one.transfer for one in peer.flying if now > one.transfer.expires]
         for transfer in late:
             if not transfer.halted:
                 transfer.blame(transfer.late())
@@ -371,7 +372,7 @@ class Pump:
             self.counters["pieces"] += len(transfer.pieces)
         return True
 
-    def _next_part(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> Pieces | None:
+    def _next_part(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> Rows | None:
         """The next chunk: small beside the bounds, so that the library always has some while another is prepared."""
         if len(transfer.pieces) == 1 and not peer.outstanding_pieces:
             return transfer.pieces
@@ -380,15 +381,15 @@ class Pump:
         most = max(1, min(CHUNK_PIECES, self._options.max_descriptors_per_peer // 2))
         left = len(transfer.pieces) - transfer.cursor
         wanted = min(most, left)
-        part = transfer.pieces.part(transfer.cursor, transfer.cursor + wanted)
+        part = transfer.pieces.take(slice(transfer.cursor, transfer.cursor + wanted))
         total = part.length.cumsum()
         most_bytes = max(self._options.max_bytes_per_peer // 4, int(part.length[0]))
         count = int(total.searchsorted(most_bytes, side="right"))
         if peer.outstanding_pieces and (count > free or int(total[count - 1]) > free_bytes):
             return None
-        return part.part(0, count)
+        return part.take(slice(0, count))
 
-    def _submit(self, peer: MooncakePeer, transfer: MooncakeTransfer, part: Pieces) -> None:
+    def _submit(self, peer: MooncakePeer, transfer: MooncakeTransfer, part: Rows) -> None:
         outbound = peer.outbound
         nbytes = transfer.nbytes if part is transfer.pieces else int(part.length.sum())
         try:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_pd.backends.base import Peer, Transfer, TransferState
+from sglang_pd.backends.base import Peer, TransferState
 from sglang_pd.backends.library_process import Watch
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Side
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mooncake_blob import Blob
-from sglang_pd.backends.mooncake_chunk import Chunk, Pieces
+from sglang_pd.backends.mooncake_chunk import Chunk
 from sglang_pd.backends.mooncake_engine import Engine
 from sglang_pd.protocol.errors import PdError, TransferError
 
-_PAST = (TransferState.DONE, TransferState.FAILED)
 
-
-class MooncakeTransfer(Transfer):
-    """Pieces waiting here, in the library, or ended. The pump alone changes it, under its lock.
+class MooncakeTransfer(LibraryTransfer):
+    """Pieces waiting here, in the library, or ended. But for the deadline the pump alone changes it, under its lock.
 
     pieces: merged when the pump takes the transfer up. cursor: first piece not yet submitted. flights: submissions in
     the library. halted: nothing more of it will be submitted. lost: a submission failed without proof. left: it no
-    longer counts as queued.
+    longer counts as queued. provable: no side is device memory.
     """
 
-    def __init__(self, peer: MooncakePeer, pieces: Pieces, nbytes: int, deadline_s: float, after: Any) -> None:
-        self.nbytes = nbytes
+    def __init__(self, peer: MooncakePeer, pieces: Rows, nbytes: int, deadline_s: float, after: Any) -> None:
+        super().__init__("mooncake", peer.label, nbytes, deadline_s)
         self.peer = peer
         self.pieces = pieces
         self.merged = False
@@ -39,53 +38,25 @@ class MooncakeTransfer(Transfer):
         self.halted = False
         self.lost = False
         self.left = False
-        self.deadline_s = deadline_s
-        self.ends_at = time.monotonic() + deadline_s
+        self.provable = False
         self.assist: Callable[[MooncakeTransfer], None] | None = None
-        self._state = TransferState.PENDING
-        self._error: PdError | None = None
 
     def poll(self) -> TransferState:
         """See `Transfer.poll`. Past its deadline a transfer is never seen PENDING, whether or not the pump has run."""
-        if self._state not in _PAST and self.assist is not None:
+        if not self.final and self.assist is not None:
             self.assist(self)
-        state = self._state
-        if state is TransferState.PENDING and time.monotonic() > self.ends_at:
-            return TransferState.UNKNOWN
-        return state
-
-    @property
-    def error(self) -> PdError | None:
-        """See `Transfer.error`."""
-        if self._error is None and self.poll() is TransferState.UNKNOWN:
-            return self.late()
-        return self._error if self._state is not TransferState.DONE else None
-
-    def late(self) -> PdError:
-        """The error of a deadline that has passed."""
-        return TransferError(
-            "the deadline passed; bytes may still land",
-            code="transfer_timeout",
-            where=f"mooncake, {self.peer.label}",
-            expected=f"DONE within {self.deadline_s:g} s",
-            actual=f"{self.cursor} of {len(self.pieces)} pieces submitted",
-        )
-
-    def blame(self, error: PdError) -> None:
-        """Keep the first cause."""
-        self._error = self._error or error
+        state = super().poll()
+        if state is TransferState.UNKNOWN and self.provable and self.left and self.peer.dead():
+            # Nothing of it is in the library any more, and the memory it went to is gone with the process.
+            self.set_state(TransferState.FAILED)
+        return self.decided()
 
     def set_state(self, state: TransferState) -> None:
         """Move on; DONE and FAILED are final and let go of the arrays."""
-        self._state = state
-        if state in _PAST:
-            self.pieces = self.pieces.part(0, 0)
+        self.settle(state)
+        if self.final:
+            self.pieces = self.pieces.take(slice(0, 0))
             self.after = self.assist = None
-
-    @property
-    def final(self) -> bool:
-        """DONE or FAILED."""
-        return self._state in _PAST
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ What the package was measured to do, and what follows:
 - Each engine keeps one core busy, idle or not, in both of its polling modes.
 
 Proofs. `fence(peer)` is True when every transfer ever posted to that incarnation is DONE or FAILED. A call that the
-library ended with an error stays UNKNOWN for good, see `mori_link`. `revoke` is always False: only the end of this
+library ended with an error stays UNKNOWN, until this host's kernel shows that the peer's process is gone, if it is one
+of this host and both sides' memory is the host's, see `mori_link`. `revoke` is always False: only the end of this
 side's queue pairs or of its registrations would stop a writer, and the library reports neither. A destination that must
 have its memory back ends its process.
 
@@ -43,8 +44,11 @@ from sglang_pd.backends.base import (
     TransferState,
     check_batch,
 )
+from sglang_pd.backends.library_link import Work
 from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Scope
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mori_blob import ENVELOPE, MAX_SEGMENTS, EngineBlob, SegmentEntry, decode_blob
 from sglang_pd.backends.mori_library import (
     DOOR_BYTES,
@@ -58,8 +62,8 @@ from sglang_pd.backends.mori_library import (
 )
 from sglang_pd.backends.mori_link import Link, Owner, Remote
 from sglang_pd.backends.mori_options import MoriOptions, check_environment, mori_settings, parse_options
+from sglang_pd.backends.mori_pieces import pieces
 from sglang_pd.backends.mori_probe import probe
-from sglang_pd.backends.mori_transfer import FINAL, Descriptors, MoriTransfer, Work, greeting
 from sglang_pd.protocol.batch import U64, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
@@ -95,6 +99,7 @@ class MoriPeer(Peer):
         self.link = link
         self.disconnected = False
         self.bytes: U64 = np.array(self.segment_bytes, np.uint64)
+        self.host_only = all(entry.device == "cpu" for entry in blob.segments)
 
     @property
     def lost(self) -> PdError | None:
@@ -111,7 +116,7 @@ class MoriBackend(Backend):
         self._scope = Scope("mori", MAX_SEGMENTS)
         self._entries: list[SegmentEntry] = []
         self._links: list[Link] = []
-        self._open: dict[int, set[MoriTransfer]] = {}
+        self._open: dict[int, set[LibraryTransfer]] = {}
         self._prover: mori_memory.Prover | None = None
         self._closed = False
         # The first engine is the one that peers know; it lives as long as the backend.
@@ -210,12 +215,11 @@ class MoriBackend(Backend):
         engine.add_peer(remote.engine)
         link = Link(engine, remote, self._options, Owner(self._open.setdefault(epoch, set()), self._news))
         self._links.append(link)
-        hello = greeting(remote.key, self._options.connect_timeout_s)
-        link.submit(hello)
-        while hello.transfer.poll() is TransferState.PENDING:
+        hello = link.greet(self._options.connect_timeout_s)
+        while hello.poll() is TransferState.PENDING:
             time.sleep(0.0005)
-        if hello.transfer.poll() is not TransferState.DONE:
-            cause = hello.transfer.error
+        if hello.poll() is not TransferState.DONE:
+            cause = hello.error
             link.stop(TransferError("the first contact failed", code="peer_lost", where=f"peer {remote.key}"))
             raise TransferError(
                 "nobody answers where the peer said it would be",
@@ -230,7 +234,8 @@ class MoriBackend(Backend):
         library, key = self._library, body.key
         memories = [unpack_memory(library, e.descriptor, key, (e.nbytes, e.device)) for e in body.segments]
         door = unpack_memory(library, body.door, key, (DOOR_BYTES, "cpu"))
-        return Remote(body.epoch, key, unpack_engine(library, body.engine, key), door, tuple(memories))
+        engine = unpack_engine(library, body.engine, key)
+        return Remote(body.epoch, key, body.process, engine, door, tuple(memories))
 
     def _engine_for(self, key: str) -> EngineHost:
         """An engine whose pair with `key` is not dead; a new one where there is none."""
@@ -287,14 +292,17 @@ class MoriBackend(Backend):
         if own.disconnected:
             raise BackendError("the peer was disconnected", where=f"write to peer {own.link.remote.key}")
         check_batch(batch, self._scope.side.nbytes, own.bytes, peer=f"{own.epoch:#x}")
-        transfer = MoriTransfer(own.link.remote.key, batch.total_bytes, deadline_s)
+        transfer = LibraryTransfer("mori", own.link.remote.key, batch.total_bytes, deadline_s)
         if not len(batch):
             transfer.settle(TransferState.DONE)
             return transfer
         open_ = self._open.setdefault(own.epoch, set())
         open_.add(transfer)
         try:
-            own.link.submit(Work(transfer, Descriptors.of(batch), after))
+            # Both sides' bases are 0, so that offsets stand for addresses: the library knows memory by descriptor.
+            rows = Rows.of(batch, np.zeros_like(self._scope.side.base), np.zeros_like(own.bytes))
+            host_only = self._scope.side.host_only and own.host_only
+            own.link.submit(Work(transfer, pieces(rows, self._options), host_only, after))
         except PdError:
             open_.discard(transfer)
             raise
@@ -302,8 +310,9 @@ class MoriBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer ever posted to that incarnation is DONE or FAILED."""
-        open_ = self._open.get(self._own(peer).epoch, ())
-        return all(transfer.decided() in FINAL for transfer in list(open_))
+        own = self._own(peer)
+        own.link.prove()
+        return all(transfer.final for transfer in list(self._open.get(own.epoch, ())))
 
     def revoke(self, epoch: int) -> bool:
         """Always False: there is no proof (`Capabilities.revoke_proof` is `none`)."""

@@ -1,12 +1,8 @@
 """The conversation with one peer, in a thread of its own: the library's calls block for seconds when a peer is silent.
 
-A link posts pieces, holds their calls until they end, and says what became of each transfer:
-
-- DONE: every piece was handed over and every one succeeded.
-- FAILED: nothing more can land because every piece that was handed over succeeded, and the rest never was.
-- UNKNOWN: a call ended with an error, or has not ended by the deadline. The library ends a call at its first error,
-  when other blocks of it may still be on their way (its other queue pairs, packets in the network), and names none that
-  landed. So an error proves nothing, and no later event does: only the destination's own end would.
+The library ends a call at its first error, when other blocks of it may still be on their way (its other queue pairs,
+packets in the network), and names none that landed. So an error proves nothing: the transfer is UNKNOWN, until the
+kernel shows that the peer's process is gone (`library_link`), which it can only on the same host.
 
 After one error the pair of engines never works again. The link is lost, the pair is marked dead in its engine, and a
 later `connect` takes another engine with a new key.
@@ -16,15 +12,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.library_link import Ends, LibraryLink, Work
+from sglang_pd.backends.library_process import ProcessIdentity, Watch
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mori_library import Call, EngineHost, log
 from sglang_pd.backends.mori_options import MoriOptions
-from sglang_pd.backends.mori_transfer import DOOR, GREETING, MoriTransfer, Piece, Work, greeting
+from sglang_pd.backends.mori_pieces import DOOR, GREETING, Piece
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 MAX_QUEUED = 65_536
@@ -32,13 +30,17 @@ URGENT_S = 0.001
 OVERDUE_S = 0.005
 """How long the thread sleeps at most for a call in flight: within its deadline, past it."""
 AWAIT_EVENT_S = 0.0003
+PROVE_S = 0.05
+"""How often the thread looks whether the process of a peer with unproven transfers is gone."""
+
+MoriWork = Work[Piece, Call]
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """What a link tells the backend: it takes transfers that are DONE or FAILED out of `open`, and calls `news`."""
 
-    open: set[MoriTransfer]
+    open: set[LibraryTransfer]
     news: Callable[[], None]
 
 
@@ -48,22 +50,23 @@ class Remote:
 
     epoch: int
     key: str
+    process: ProcessIdentity
     engine: Any
     door: Any
     memories: tuple[Any, ...]
 
 
-class Link:
+class Link(LibraryLink[Piece, Call]):
     """One peer over one engine. Methods under "owner" are for the backend's owner; the rest runs in the thread."""
 
     def __init__(self, engine: EngineHost, remote: Remote, options: MoriOptions, owner: Owner) -> None:
+        ends = Ends("mori", remote.key, Watch(remote.process), options.calls_in_flight, owner.news)
+        super().__init__(ends, owner.open)
         self.engine, self.remote = engine, remote
-        self._options, self._open, self._news = options, owner.open, owner.news
+        self._options = options
         self._lost: PdError | None = None
         self._condition = threading.Condition()
-        self._queue: deque[Work] = deque()
-        self._flying: list[Work] = []
-        self._in_flight = 0
+        self._greeting: MoriWork | None = None
         self._stopping: PdError | None = None
         self._give_up_at = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"mori-{remote.key[-8:]}", daemon=True)
@@ -76,15 +79,24 @@ class Link:
         """Why nothing more goes to this peer over this link, or None."""
         if self._lost is None and self.engine.condemned is not None:
             self._lose(self.engine.condemned)
+        if self._lost is None and self.watch.gone():
+            self._lose(TransferError("its process has exited", code="peer_lost", backend="mori"))
         return self._lost
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: MoriWork) -> None:
         """Take a transfer on. Raises `BackendError` (`queue_full`) when too many wait."""
         if len(self._queue) >= MAX_QUEUED:
             raise BackendError("too many transfers wait", code="queue_full", where="write", actual=MAX_QUEUED)
         with self._condition:
             self._queue.append(work)
             self._condition.notify()
+
+    def greet(self, within_s: float) -> LibraryTransfer:
+        """Write to the peer's door: the first contact, and the heartbeat. The link is lost if that takes longer."""
+        transfer = LibraryTransfer("mori", self.remote.key, 8, within_s)
+        self._greeting = Work(transfer, iter([GREETING]), host_only=True)
+        self.submit(self._greeting)
+        return transfer
 
     def stop(self, why: PdError, give_up_at: float = float("inf")) -> None:
         """Hand nothing more over; end the thread when all calls have ended, or at `give_up_at` (monotonic seconds)."""
@@ -117,7 +129,8 @@ class Link:
                     log.exception("defect in the thread of peer %s", self.remote.key)
                 self._lose(TransferError(f"{type(error).__name__}: {error}", code="internal", where="mori's thread"))
                 time.sleep(0.01)
-        self._give_up()
+        # What the library still holds is UNKNOWN; what it never got has failed.
+        self.give_up(self._stopping or TransferError("the thread ended", code="internal", where="mori's thread"))
 
     def _await_something(self) -> bool:
         """Sleep while there is nothing to do. False when the thread shall end."""
@@ -128,25 +141,20 @@ class Link:
             if busy:
                 return True
             beat_s = self._options.heartbeat_s if self.lost is None else 0
-            woken = self._condition.wait_for(lambda: bool(self._queue or self._stopping), beat_s or None)
-        if not woken:
-            self._queue.append(greeting(self.remote.key, self._options.heartbeat_timeout_s))
+            nap_s = PROVE_S if self._unproven else beat_s
+            woken = self._condition.wait_for(lambda: bool(self._queue or self._stopping), nap_s or None)
+        if not woken and self.lost is None:
+            self.greet(self._options.heartbeat_timeout_s)
         return True
 
     def _turn(self) -> bool:
         """Post at most one piece, look at all that are in flight. True if anything moved."""
-        moved = self._post_one()
-        for work in list(self._flying):
-            for call in list(work.calls):
-                if self.engine.check(call):
-                    self._take(work, call)
-                    moved = True
-            if work.transfer.decided() is TransferState.PENDING and work.transfer.expired():
-                self._news()
-            if work.descriptors is None and work.transfer.expired():
-                self._lose(TransferError("a greeting did not arrive in time", code="peer_lost", backend="mori"))
-            self._finish(work)
-        return moved
+        moved = self.post_one()
+        moved |= self.check()
+        greeting = self._greeting
+        if greeting is not None and not greeting.transfer.final and greeting.transfer.expired():
+            self._lose(TransferError("a greeting did not arrive in time", code="peer_lost", backend="mori"))
+        return self.prove() or moved
 
     def _pause(self) -> None:
         for work in self._flying:
@@ -154,63 +162,13 @@ class Link:
                 overdue = work.transfer.decided() is not TransferState.PENDING
                 self.engine.wait(work.calls[0], OVERDUE_S if overdue else URGENT_S)
                 return
-        time.sleep(AWAIT_EVENT_S)
+        if self._queue:
+            time.sleep(AWAIT_EVENT_S)
 
-    def _post_one(self) -> bool:
-        for _ in range(len(self._queue)):
-            work = self._queue[0]
-            if work.failed is None:
-                work.failed = self._refusal(work)
-            if work.failed is None and not self._ready(work):
-                self._queue.rotate(-1)
-                continue
-            if work.failed is None and self._in_flight >= self._options.calls_in_flight:
-                return False
-            if work.failed is None and self._post_next(work):
-                return True
-            self._queue.popleft()
-            self._exhaust(work)
-            return True
-        return False
+    def _refusal(self) -> PdError | None:
+        return self.lost or self._stopping
 
-    def _refusal(self, work: Work) -> PdError | None:
-        """Why no more of this transfer may be handed to the library."""
-        if self.lost is not None or self._stopping is not None:
-            return self.lost or self._stopping
-        if work.transfer.expired():
-            self._news()
-            return work.transfer.error
-        return None
-
-    def _ready(self, work: Work) -> bool:
-        if work.after is None:
-            return True
-        try:
-            if not work.after.query():
-                return False
-        except Exception as error:
-            work.failed = TransferError(
-                f"the event that the source bytes depend on failed: {type(error).__name__}: {error}",
-                where=f"write to peer {self.remote.key}",
-                backend="mori",
-            )
-        work.after = None
-        return True
-
-    def _post_next(self, work: Work) -> bool:
-        """Hand over the next piece. False when that was the last, or it failed."""
-        if work.pieces is None:
-            work.pieces = iter([GREETING]) if work.descriptors is None else work.descriptors.pieces(self._options)
-            work.head = next(work.pieces, None)
-        if work.head is not None:
-            self._post(work, work.head)
-        if work.failed is None:
-            # Looked up at once, so that whatever ends the link now finds a transfer that is all handed over complete.
-            work.head = next(work.pieces, None)
-            work.complete = work.head is None
-        return work.failed is None and not work.complete
-
-    def _post(self, work: Work, piece: Piece) -> None:
+    def _post(self, work: MoriWork, piece: Piece) -> Call | None:
         local = self.engine.door if piece.src_segment == DOOR else self.engine.memories[piece.src_segment]
         remote = self.remote.door if piece.dst_segment == DOOR else self.remote.memories[piece.dst_segment]
         pair = (self.remote.key, piece.src_segment, piece.dst_segment)
@@ -224,48 +182,18 @@ class Link:
                 self.engine.condemned = error
             work.failed = error
             self._lose(error, dead=self.engine.contacted_with(self.remote.key))
-            return
+            return None
         self.engine.contacted.add(pair)
-        if not work.calls and work not in self._flying:
-            self._flying.append(work)
-        work.calls.append(call)
-        self._in_flight += 1
-        if call.finished:
-            self._take(work, call)
+        return call
 
-    def _take(self, work: Work, call: Call) -> None:
-        """One call has come to its end."""
-        work.calls.remove(call)
-        self._in_flight -= 1
-        error = call.failed or self.engine.condemned
-        if error is None:
-            return
-        work.broken = True
-        work.failed = work.failed or error
+    def _ask(self, call: Call) -> None:
+        self.engine.check(call)
+
+    def _outcome(self, call: Call) -> PdError | None:
+        return call.failed or self.engine.condemned
+
+    def _fault(self, error: PdError) -> None:
         self._lose(error)
-        self._settle(work, TransferState.UNKNOWN)
-
-    def _exhaust(self, work: Work) -> None:
-        work.exhausted = True
-        work.pieces = work.after = work.head = None
-        self._finish(work)
-
-    def _finish(self, work: Work) -> None:
-        """Decide a transfer of which nothing is in flight any more and nothing will be."""
-        if not work.exhausted or work.calls:
-            return
-        if work in self._flying:
-            self._flying.remove(work)
-        if work.broken:
-            self._settle(work, TransferState.UNKNOWN)
-        else:
-            self._settle(work, TransferState.DONE if work.complete else TransferState.FAILED)
-
-    def _settle(self, work: Work, state: TransferState) -> None:
-        if work.transfer.settle(state, work.failed):
-            self._news()
-        if state is not TransferState.UNKNOWN:
-            self._open.discard(work.transfer)
 
     def _lose(self, error: PdError, dead: bool = True) -> None:
         """Nothing more goes over this link; the pair of engines is `dead` for good unless they never met."""
@@ -281,12 +209,3 @@ class Link:
                 backend="mori",
             )
             self._news()
-
-    def _give_up(self) -> None:
-        """The thread ends. What the library still holds is UNKNOWN; what it never got has failed."""
-        for work in [*self._flying, *self._queue]:
-            work.failed = work.failed or self._stopping
-            work.broken |= bool(work.calls)
-            work.calls = []
-            self._exhaust(work)
-        self._queue.clear()

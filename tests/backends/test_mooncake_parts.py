@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from sglang_pd.backends import mooncake_blob, mooncake_library, mooncake_sockets
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake import create, environment
 from sglang_pd.backends.mooncake_blob import Blob
-from sglang_pd.backends.mooncake_chunk import ChunkState, Pieces, merge, submit
+from sglang_pd.backends.mooncake_chunk import ChunkState, merge, submit
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import check_environment, parse_options
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
@@ -188,7 +189,7 @@ def test_a_blob_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> N
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> Pieces:
+def scattered(draw: st.DrawFn) -> Rows:
     count = draw(st.integers(1, 40))
     lengths = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     gaps = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
@@ -202,12 +203,12 @@ def scattered(draw: st.DrawFn) -> Pieces:
     pair = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
     order = draw(st.permutations(range(count)))
     columns = [np.array([c[i] for i in order]) for c in (src, dst, lengths, pair)]
-    return Pieces(*[c.astype(np.uint64) for c in columns[:3]], columns[3].astype(np.int64))
+    return Rows(*[c.astype(np.uint64) for c in columns[:3]], *[columns[3].astype(np.uint32)] * 2)
 
 
-def bytes_of(pieces: Pieces) -> dict[int, tuple[int, int]]:
+def bytes_of(pieces: Rows) -> dict[int, tuple[int, int]]:
     moved = {}
-    rows = zip(*(c.tolist() for c in (pieces.src, pieces.dst, pieces.length, pieces.pair)), strict=True)
+    rows = zip(*(c.tolist() for c in (pieces.src, pieces.dst, pieces.length, pieces.dst_segment)), strict=True)
     for src, dst, length, pair in rows:
         for i in range(length):
             assert dst + i not in moved
@@ -216,7 +217,7 @@ def bytes_of(pieces: Pieces) -> dict[int, tuple[int, int]]:
 
 
 @given(scattered(), st.integers(1, 20))
-def test_merging_moves_the_same_bytes_in_bounded_pieces(pieces: Pieces, most: int) -> None:
+def test_merging_moves_the_same_bytes_in_bounded_pieces(pieces: Rows, most: int) -> None:
     merged = merge(pieces, most)
     assert bytes_of(merged) == bytes_of(pieces)
     assert 0 < int(merged.length.min()) and int(merged.length.max()) <= most
@@ -225,7 +226,8 @@ def test_merging_moves_the_same_bytes_in_bounded_pieces(pieces: Pieces, most: in
 
 def test_neighbours_become_one() -> None:
     at = np.arange(8, dtype=np.uint64) * np.uint64(64)
-    pieces = Pieces(at[::-1] + np.uint64(4096), at[::-1], np.full(8, 64, np.uint64), np.zeros(8, np.int64))
+    none = np.zeros(8, np.uint32)
+    pieces = Rows(at[::-1] + np.uint64(4096), at[::-1], np.full(8, 64, np.uint64), none, none)
     assert merge(pieces, 1 << 20).length.tolist() == [512]
 
 
@@ -271,9 +273,10 @@ def library(**changes: Any) -> Library:
     return Library(**{**facts, **changes})
 
 
-def some(count: int) -> Pieces:
+def some(count: int) -> Rows:
     at = np.arange(count, dtype=np.uint64) * np.uint64(128) + np.uint64(1 << 20)
-    return Pieces(at, at + np.uint64(1 << 30), np.full(count, 64, np.uint64), np.zeros(count, np.int64))
+    segment = np.zeros(count, np.uint32)
+    return Rows(at, at + np.uint64(1 << 30), np.full(count, 64, np.uint64), segment, segment.copy())
 
 
 def test_a_batch_is_asked_for_only_after_its_sentinel() -> None:
@@ -335,7 +338,7 @@ class FakeTicketRaw:
 def test_tickets(transport: str, status: str, state: ChunkState) -> None:
     raw = FakeTicketRaw()
     pieces = some(4)
-    pieces.pair[2:] = 1
+    pieces.src_segment[2:] = 1
     chunk = submit(library(has_tickets=True), raw, "s", pieces, transport)
     raw.status = status
     assert chunk.poll() is state

@@ -14,8 +14,8 @@ import pytest
 from sglang_pd.backends import mooncake_links
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_blob import Blob, identity_bytes
-from sglang_pd.backends.mooncake_chunk import Pieces
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_links import Links
 from sglang_pd.backends.mooncake_options import MooncakeOptions
@@ -110,7 +110,8 @@ class Bench:
     def post(self, lengths: list[int], deadline_s: float = 30.0, after: Any = None) -> MooncakeTransfer:
         length = np.array(lengths, np.uint64)
         at = np.cumsum(length * np.uint64(2)) + np.uint64(1 << 20)
-        pieces = Pieces(at, at + np.uint64(1 << 40), length, np.zeros(len(lengths), np.int64))
+        segment = np.zeros(len(lengths), np.uint32)
+        pieces = Rows(at, at + np.uint64(1 << 40), length, segment, segment)
         transfer = MooncakeTransfer(self.peer, pieces, sum(lengths), deadline_s, after)
         self.pump.post(self.peer, transfer)
         return transfer

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.library_process import ProcessIdentity
+from sglang_pd.backends.library_rows import Rows
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mori_blob import ENVELOPE, MAGIC, EngineBlob, SegmentEntry, decode_blob
 from sglang_pd.backends.mori_options import MoriOptions, check_environment, mori_settings, parse_options
+from sglang_pd.backends.mori_pieces import pieces
 from sglang_pd.backends.mori_probe import _judge
-from sglang_pd.backends.mori_transfer import Descriptors, MoriTransfer
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 
@@ -214,15 +216,10 @@ def test_pieces_are_the_batch(rows: list[Row], blocks: int, call_bytes: int, blo
     options = MoriOptions(max_blocks_per_call=blocks, max_bytes_per_call=call_bytes, max_block_bytes=block_bytes)
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     src, src_offset, dst, dst_offset, length = columns
-    batch = Descriptors(
-        src.astype(np.uint32),
-        src_offset.astype(np.uint64),
-        dst.astype(np.uint32),
-        dst_offset.astype(np.uint64),
-        length.astype(np.uint64),
-    )
+    offsets = (one.astype(np.uint64) for one in (src_offset, dst_offset, length))
+    batch = Rows(*offsets, src.astype(np.uint32), dst.astype(np.uint32))
     moved: Counter[tuple[int, int, int, int]] = Counter()
-    for piece in batch.pieces(options):
+    for piece in pieces(batch, options):
         given_ = piece.blocks
         assert len(given_.src_offsets) == len(given_.dst_offsets) == len(given_.lengths) <= blocks
         assert 0 < sum(given_.lengths) <= call_bytes and max(given_.lengths) <= block_bytes
@@ -234,13 +231,13 @@ def test_pieces_are_the_batch(rows: list[Row], blocks: int, call_bytes: int, blo
 def test_neighbours_are_merged() -> None:
     offset = np.arange(1000, dtype=np.uint64) * np.uint64(64)
     number = np.zeros(1000, np.uint32)
-    batch = Descriptors(number, offset, number, offset + np.uint64(5), np.full(1000, 64, np.uint64))
-    (piece,) = batch.pieces(MoriOptions())
+    batch = Rows(offset, offset + np.uint64(5), np.full(1000, 64, np.uint64), number, number)
+    (piece,) = pieces(batch, MoriOptions())
     assert (piece.blocks.src_offsets, piece.blocks.dst_offsets, piece.blocks.lengths) == ([0], [5], [64000])
 
 
 def test_states_never_go_back() -> None:
-    late = MoriTransfer("peer", 1, -1.0)
+    late = LibraryTransfer("mori", "peer", 1, -1.0)
     assert late.poll() is TransferState.UNKNOWN and late.error is not None and not late.quiesced
     assert late.error.code == "transfer_timeout"
     assert not late.settle(TransferState.UNKNOWN, TransferError("later cause")) and "not done" in late.error.message
