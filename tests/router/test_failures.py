@@ -96,6 +96,7 @@ def test_a_refused_connection_is_told_at_once(name: str) -> None:  # RT-06
             assert answer.status_code == 502 and error["leg"] == name and error["retryable"]
             assert failing.url in error["message"] and "Connect" in error["message"]
             await other.settle()
+            assert c.router.metrics.value("attempts_total", "/generate") == 1  # there was nobody else to try
 
     run(test())
 
@@ -223,6 +224,19 @@ def test_a_stream_that_breaks_ends_with_one_valid_event() -> None:
             assert last["error"]["leg"] == "decode" and last["error"]["code"] == "worker_failed"
             assert last["error"]["room"] == c.decode.asked[0][1]["bootstrap_room"]
             assert len(c.decode.asked) == 1  # never again after the first byte
+
+    run(test())
+
+
+def test_an_event_that_was_too_long_to_hold_is_ended_before_the_error() -> None:
+    async def test() -> None:
+        async with cluster(limits={"hold_bytes": 100}) as c:
+            c.decode.script = stream_of(event({"t": 1}), b"data: " + b"x" * 500, None)
+            answer = await c.generate(stream=True)
+            first, torn, error, done, rest = answer.content.split(b"\n\n")
+            assert first + b"\n\n" == event({"t": 1}) and torn == b"data: " + b"x" * 500
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "worker_failed"
+            assert done == b"data: [DONE]" and rest == b""
 
     run(test())
 
@@ -385,11 +399,15 @@ def test_the_first_cause_wins_over_its_consequence() -> None:
 
             async def later(worker: FakeWorker, body: Any, request: Any) -> Any:
                 await until(lambda: bool(c.decode.asked))
+                await asyncio.sleep(0.03)  # decode has said so first
                 return JSONResponse(BROKEN, 500)
 
             c.prefill.script = later
             error = error_of(await c.generate())
             assert error["leg"] == "prefill" and error["code"] == "transfer_failed"
+            c.prefill.script, c.prefill.hold = None, asyncio.Event()
+            error = error_of(await c.generate())
+            assert error["leg"] == "decode" and error["code"] == "peer_lost"  # nobody knew better
             assert next(iter(c.router.fleet.of("decode"))).failures == 0  # it only said what it saw
 
     run(test())

@@ -250,6 +250,16 @@ def test_tokens_in_and_towards_workers() -> None:
     run(test())
 
 
+def test_the_routers_own_token_goes_no_further() -> None:
+    async def test() -> None:
+        async with cluster(bearer_token="outer") as c:
+            mine = {"authorization": "Bearer outer"}
+            assert (await c.client.post("/generate", json={"text": "a"}, headers=mine)).status_code == 200
+            assert all("authorization" not in worker.asked[0][2] for worker in c.workers())
+
+    run(test())
+
+
 def test_a_wrong_token_towards_a_worker_is_the_routers_fault() -> None:
     async def test() -> None:
         def guard(workers: Any) -> None:
