@@ -150,8 +150,11 @@ class PdError(Exception):
         if self.where:
             parts.append(f"{self.where}: ")
         parts.append(self.message)
-        if self.expected != "" or self.actual != "":
-            parts.append(f" (expected {self.expected}, got {self.actual})")
+        facts = [
+            f"{name} {value}" for name, value in (("expected", self.expected), ("got", self.actual)) if value != ""
+        ]
+        if facts:
+            parts.append(f" ({', '.join(facts)})")
         if self.details:
             parts.append(" {" + ", ".join(f"{k}={v}" for k, v in self.details.items()) + "}")
         if self.hint:

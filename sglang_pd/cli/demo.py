@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sglang_pd.cli.app import EXIT_NO
-from sglang_pd.cli.output import JsonOption, emit, emit_json, table
+from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
 from sglang_pd.protocol.errors import BackendUnavailable, ConfigError, PdError
 
 PACKAGES = {
@@ -33,6 +33,7 @@ def command(
     backend: BackendOption = "nixl",
     models: ModelOption = [],  # noqa: B006
     verbose: VerboseOption = False,
+    sets: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> int:
     """Start prefill, decode and router, send 8 prompts, compare every token and log-probability with the model run
@@ -54,7 +55,8 @@ def command(
             print(last[-1], file=sys.stderr, flush=True)
 
     try:
-        outcomes = demo.run_all(chosen, _backend(backend), say, lambda text: print(text, file=sys.stderr, flush=True))
+        plan = demo.Plan(chosen, _backend(backend), tuple(sets))
+        outcomes = demo.run_all(plan, say, lambda text: print(text, file=sys.stderr, flush=True))
     except PdError:
         if not verbose:
             print("\n".join(last), file=sys.stderr)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -103,28 +103,37 @@ class _Compared:
     error: BaseException | None = None
 
 
-def deployment_of(model: str, backend: Mapping[str, Any], verify: str = "full") -> Deployment:
+@dataclass(frozen=True)
+class Plan:
+    """What to run. backend: a configuration's section. sets: `path=value`, as for `up`."""
+
+    models: Sequence[str]
+    backend: Mapping[str, Any]
+    sets: Sequence[str] = ()
+
+
+def deployment_of(model: str, plan: Plan) -> Deployment:
     """What the demo starts for one of `MODELS`: any free ports, decode's pools fragmented and full of poison."""
     return load_deployment(
         "",
+        plan.sets,
         document={
             "engine": {**MODELS[model], "chunk_tokens": CHUNK_TOKENS},
             "pools": {"tokens": 4096, "rows": 8, "page_tokens": 16},
-            "backend": dict(backend),
+            "backend": dict(plan.backend),
             "network": {"bootstrap_port": 0, "http_port": 0},
-            "verify": verify,
-            "log_level": "warning",
+            "verify": "full",
             "prefill": {"pools": {"order": "high"}},
             "decode": {"pools": {"order": "random", "seed": 7, "poison": POISON}},
-            "router": {"port": 0, "log_level": "warning"},
+            "router": {"port": 0},
         },
     )
 
 
-def run_model(model: str, backend: Mapping[str, Any], say: Say) -> Outcome:
+def run_model(model: str, plan: Plan, say: Say) -> Outcome:
     """One model through its own processes. Raises `ConfigError` with the last words of a process that ends."""
     began_s = time.monotonic()
-    deployment, whole = deployment_of(model, backend), _Compared()
+    deployment, whole = deployment_of(model, plan), _Compared()
     thread = threading.Thread(target=_run_whole, args=(deployment, whole), daemon=True)
     thread.start()
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -136,7 +145,7 @@ def run_model(model: str, backend: Mapping[str, Any], say: Say) -> Outcome:
         moved, stages, transport = _observed(stack, {answer.room for answer in answers if not answer.error})
     return Outcome(
         model=model,
-        backend=str(backend["name"]),
+        backend=deployment.configs["decode"].backend.name,
         transport=transport,
         answers=answers,
         bytes_by_component=moved,
@@ -260,10 +269,10 @@ def _observed(stack: Stack, rooms: set[int]) -> tuple[dict[str, int], dict[str, 
 Progress = Callable[[str], None]
 
 
-def run_all(models: list[str], backend: Mapping[str, Any], say: Say, progress: Progress) -> list[Outcome]:
+def run_all(plan: Plan, say: Say, progress: Progress) -> list[Outcome]:
     """Every model, one after the other."""
     outcomes = []
-    for model in models:
+    for model in plan.models:
         progress(f"{model}: prefill, decode and router start; meanwhile the model runs whole in this process")
-        outcomes.append(run_model(model, backend, say))
+        outcomes.append(run_model(model, plan, say))
     return outcomes

@@ -15,6 +15,8 @@ from sglang_pd.config.load import read_document
 from sglang_pd.protocol.errors import ConfigError
 
 ROLES: Final = ("prefill", "decode")
+QUIET: Final = {"log_level": "warning"}
+"""What holds where a file says nothing: the table shows the rooms, the log what is wrong."""
 ROUTER_KEYS: Final = ("prefill", "decode")
 """Keys of a router's configuration that `up` fills in itself."""
 
@@ -41,8 +43,8 @@ def load_deployment(source: str, sets: Sequence[str] = (), *, document: Mapping[
     `router` the router's. `sets` may be `prefill.PATH=VALUE`, `decode.PATH=VALUE`, `router.PATH=VALUE`, or for both
     workers. document: instead of a file. Raises `ConfigError`.
     """
-    document = dict(document) if document is not None else _document(source)
-    router = _part(document.pop("router", None), "router")
+    document = {**QUIET, **(document if document is not None else _document(source))}
+    router = {**QUIET, **_part(document.pop("router", None), "router")}
     parts = {role: _part(document.pop(role, None), role) for role in ROLES}
     chosen = _sets(sets)
     documents = {role: merge({"role": role, **document}, parts[role]) for role in ROLES}
