@@ -11,10 +11,13 @@ from support.worker_process import TERMINAL, WorkerProcess, settled
 def start_pair(
     prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
 ) -> tuple[WorkerProcess, WorkerProcess]:
-    """A prefill and a decode process that know each other. Close both."""
-    source = WorkerProcess("prefill", **{"pages": 24, **(prefill or {})})
+    """A prefill and a decode process that know each other. Close both.
+
+    Patient with each other unless told otherwise: a busy machine is not a defect.
+    """
+    source = WorkerProcess("prefill", **{"pages": 24, "liveness_s": 10.0, **(prefill or {})})
     try:
-        target = WorkerProcess("decode", **{"pages": 30, **(decode or {})})
+        target = WorkerProcess("decode", **{"pages": 30, "liveness_s": 10.0, **(decode or {})})
     except BaseException:
         source.close()
         raise

@@ -18,7 +18,7 @@ def faulty_pair(
 ) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     """A prefill whose writes are struck by faults."""
     options = {"inner": "local", "faults": list(faults)}
-    source, target = start_pair({"backend": "faulty", "options": options, **prefill}, decode)
+    source, target = start_pair({"backend": "faulty", "options": options, "liveness_s": 2.0, **prefill}, decode)
     with source, target:
         yield source, target
 

@@ -39,7 +39,7 @@ def conf(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.timeout(150)
 def test_bytes_aborts_deaths_and_stops(conf: dict[str, Any]) -> None:
     address = free_address()
-    prefill, decode = start_pair({**conf, "bind": address}, conf)
+    prefill, decode = start_pair({**conf, "bind": address, "liveness_s": 3.0}, conf)
     with decode:
         for room, tokens in ((1, 1), (2, 33), (3, 60)):
             hand_over(prefill, decode, room, tokens, chunks=[c for c in (10, 20) if c < tokens])
@@ -56,7 +56,7 @@ def test_bytes_aborts_deaths_and_stops(conf: dict[str, Any]) -> None:
         end = decode.end_of(d)
         assert (end["event"], end["code"]) == ("failed", "peer_lost")
         decode.released(d, timeout_s=40)
-        prefill = WorkerProcess("prefill", pages=24, bind=address, **conf)
+        prefill = WorkerProcess("prefill", pages=24, bind=address, liveness_s=3.0, **conf)
         hand_over(prefill, decode, 11, 33)
         with prefill:
             _, d = start_room(prefill, decode, 40, 60, chunks=[10, 20, 30], pause_s=0.5)

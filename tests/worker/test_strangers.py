@@ -14,7 +14,7 @@ import pytest
 import xxhash
 import zmq
 from support.hybrid_state import capacity, hybrid_state, instance, layouts
-from support.worker_pair import hand_over, oracles, start_pair, wait_until
+from support.worker_pair import finished, hand_over, oracles, start_pair, start_room, wait_until
 from support.worker_process import WorkerProcess, free_address
 
 from sglang_pd.protocol import messages as m
@@ -53,8 +53,10 @@ def pair() -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     with prefill, decode:
         hand_over(prefill, decode, 1, 20)
         yield prefill, decode
-        for room in range(100_000, 100_100):
-            hand_over(prefill, decode, room, 9)
+        for room in range(100_000, 100_100, 5):
+            five = [start_room(prefill, decode, room + number, 9) for number in range(5)]
+            for p, d in five:
+                finished(prefill, decode, p, d)
         for worker in (prefill, decode):
             assert worker.ask("stats")["stats"]["loop_faults"] == 0, worker.ask("stats")["last_fault"]
         oracles(prefill, decode)
