@@ -69,10 +69,13 @@ class Fleet:
             log.info("%s %s is no longer listed", worker.role, worker.url)
             self.dropped(worker)
         for key, target in listed.items():
-            if key not in self._workers:
+            known = self._workers.get(key)
+            if known is None:
                 worker = Worker(target, Breaker(self._breaker.failures, self._breaker.open_s))
                 self._workers[key] = worker
                 self.added(worker)
+            elif known.target != target:  # its control is elsewhere now
+                known.target, known.bootstrap_port = target, target.bootstrap_port
 
     def choose(self, wanted: Wanted) -> Pair:
         """A pair for the next room. Raises `RequestFailed`: 503 naming the leg that has nobody and why, 400 when the
@@ -80,8 +83,7 @@ class Fleet:
         prefills = self._named(wanted, self.of("prefill"))
         prefills = self._eligible("prefill", prefills, wanted.avoided)
         decodes = self._eligible("decode", self.of("decode"), wanted.avoided)
-        partners = {worker: _partners(worker, prefills) for worker in decodes}
-        paired = [worker for worker, found in partners.items() if found]
+        paired = [worker for worker in decodes if _has_partner(worker, prefills)]
         if not paired:
             raise own(
                 "worker_unavailable",
@@ -89,14 +91,14 @@ class Fleet:
                 hint="`sglang-pd check` names what differs.",
             )
         decode = self._policy_decode.pick(_preferred(paired))
-        prefill = self._policy_prefill.pick(_preferred(partners[decode]))
+        prefill = self._policy_prefill.pick(_preferred(_partners(decode, prefills)))
         return Pair(prefill, decode, prefill.incarnation, decode.incarnation)
 
     def ready(self) -> RequestFailed | None:
         """None when a request could be dispatched now; otherwise what it would meet."""
         prefills = [worker for worker in self.of("prefill") if not worker.obstacle]
         decodes = [worker for worker in self.of("decode") if not worker.obstacle]
-        if any(_partners(worker, prefills) for worker in decodes):
+        if any(_has_partner(worker, prefills) for worker in decodes):
             return None
         for leg, eligible in (("prefill", prefills), ("decode", decodes)):
             if not eligible:
@@ -140,6 +142,10 @@ class Fleet:
 def _matches(worker: Worker, wanted: Wanted) -> bool:
     host = wanted.host.strip("[]") if wanted.host is not None else None
     return host in (None, worker.target.bootstrap_host) and wanted.port in (None, worker.bootstrap_port)
+
+
+def _has_partner(decode: Worker, prefills: Sequence[Worker]) -> bool:
+    return any(verdict(decode, prefill) != "refused" for prefill in prefills)
 
 
 def _partners(decode: Worker, prefills: Sequence[Worker]) -> list[Worker]:

@@ -16,7 +16,7 @@ from sglang_pd.config.schema import RouterTimeouts
 from sglang_pd.observe import RateLimited
 from sglang_pd.router.fleet import Fleet
 from sglang_pd.router.resolver import Resolver
-from sglang_pd.router.worker import PeerView, Sight, Worker
+from sglang_pd.router.worker import PeerBook, PeerView, Sight, Worker
 
 log = logging.getLogger("sglang_pd.router")
 
@@ -105,7 +105,7 @@ class Prober:
         self._missed.pop(worker, None)
         self._learn(worker, health, ready, info)
         if worker.role == "decode" and peers.status == 200:
-            worker.peers = tuple(peer_views(peers.document))
+            worker.peers = PeerBook(peer_views(peers.document))
 
     def _asks_identity(self, worker: Worker) -> bool:
         """Always, unless it was up and tells no epoch: then it can only be another one after it was down."""

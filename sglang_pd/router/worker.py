@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -44,6 +44,31 @@ class PeerView:
     stage: str
 
 
+class PeerBook:
+    """What a decode says of all prefills, so kept that a pair is found without a walk over the others."""
+
+    def __init__(self, views: Iterable[PeerView] = ()) -> None:
+        self._by_epoch: dict[str, list[PeerView]] = {}
+        self._by_name: dict[str, list[PeerView]] = {}
+        self._by_address: dict[str, list[PeerView]] = {}
+        for view in views:
+            for index, key in (
+                (self._by_epoch, view.epoch),
+                (self._by_name, view.instance_id),
+                (self._by_address, view.address),
+            ):
+                if key:
+                    index.setdefault(key, []).append(view)
+
+    def about(self, identity: Incarnation, control: tuple[str, int]) -> list[PeerView]:
+        """The entries of that prefill: by its epoch, else its name, else (where a side tells no name) its control's
+        address."""
+        found = list(self._by_epoch.get(identity.epoch, ()))
+        found += self._by_name.get(identity.instance_id, ())
+        at = self._by_address.get(str(Address(*control)), ())
+        return found + [view for view in at if not (identity.instance_id and view.instance_id)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """What the last look at a worker found. up: it answers. ready: it takes rooms. reason: why not."""
@@ -68,7 +93,7 @@ class Worker:
         self.sight = Sight()
         self.incarnation = Incarnation()
         self.bootstrap_port = target.bootstrap_port
-        self.peers: tuple[PeerView, ...] = ()
+        self.peers = PeerBook()
         self.cancellable: frozenset[str] | None = None
         self.rooms = 0
         self.turn = 0
@@ -141,7 +166,7 @@ class Worker:
             known.epoch, known.instance_id = epoch, instance_id
             return False
         self.incarnation = Incarnation(epoch, instance_id)
-        self.peers, self.last_failure = (), ""
+        self.peers, self.last_failure = PeerBook(), ""
         self.breaker.reset()
         self._saturated_until_s = 0.0
         self.replaced += 1
@@ -174,7 +199,7 @@ def verdict(decode: Worker, prefill: Worker) -> Literal["accepted", "refused", "
     """What decode thinks of prefill, by its `/peers`. An entry of another epoch than prefill's present one refuses
     nothing; a pair that agreed under an epoch of its own (they lost each other once) is accepted."""
     identity, control = prefill.incarnation, (prefill.target.bootstrap_host, prefill.bootstrap_port)
-    views = [view for view in decode.peers if _is(view, identity, control)]
+    views = decode.peers.about(identity, control)
     current = [view for view in views if identity.epoch and view.epoch == identity.epoch]
     stages = {view.stage for view in current or views}
     if "agreed" in stages:
@@ -182,11 +207,3 @@ def verdict(decode: Worker, prefill: Worker) -> Literal["accepted", "refused", "
     if "refused" in stages and (current or not identity.epoch):
         return "refused"
     return "lost" if "lost" in stages else "unknown"
-
-
-def _is(view: PeerView, identity: Incarnation, control: tuple[str, int]) -> bool:
-    if identity.epoch and view.epoch == identity.epoch:
-        return True
-    if identity.instance_id and view.instance_id:
-        return view.instance_id == identity.instance_id
-    return bool(view.address) and view.address == str(Address(*control))

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from support.fake_workers import Cluster, FakeWorker, cluster, until
 
-from sglang_pd.config import load_router, parse_url
+from sglang_pd.config import Address, load_router, parse_url
+from sglang_pd.config.schema import RouterBreaker
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.router import DnsResolver, Router, Target
-from sglang_pd.router.worker import Worker
+from sglang_pd.router.fleet import Fleet, Wanted
+from sglang_pd.router.policy import policy_named
+from sglang_pd.router.worker import PeerBook, PeerView, Sight, Worker
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -217,3 +220,27 @@ def test_the_port_is_asked_for_where_none_is_configured() -> None:  # CF-08
                 assert c.decode.asked[-1][1]["bootstrap_port"] == 4711
 
     run(test())
+
+
+def test_a_large_fleet_is_chosen_from_without_a_walk_over_all_pairs() -> None:
+    """300 by 300 with every verdict known: counted, not timed."""
+    fleet = Fleet((policy_named("least_rooms"), policy_named("least_rooms")), RouterBreaker())
+    roles: tuple[Any, ...] = ("prefill", "decode")
+    fleet.update(Target(role, Address(f"{role}{i}", 80), f"{role}{i}", 9) for role in roles for i in range(300))
+    for number, worker in enumerate(fleet.workers):
+        worker.sight = Sight(up=True, ready=True, reason="")
+        worker.identify(f"{number:x}", worker.url)
+    book = PeerBook(PeerView(w.url, w.incarnation.epoch, "", "agreed") for w in fleet.of("prefill"))
+    asked = 0
+
+    class Counting(PeerBook):
+        def about(self, identity: Any, control: Any) -> list[PeerView]:
+            nonlocal asked
+            asked += 1
+            return book.about(identity, control)
+
+    for worker in fleet.of("decode"):
+        worker.peers = Counting()
+    pair = fleet.choose(Wanted())
+    assert pair.prefill.role == "prefill" and pair.decode.role == "decode"
+    assert asked <= 600 and len(book.about(pair.prefill_life, ("", 0))) == 2  # by epoch and by name
