@@ -40,16 +40,18 @@ from sglang_pd.backends.base import (
     Segment,
     Transfer,
     TransferState,
-    batch_addresses,
     check_batch,
 )
 from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_link import Work
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, same_host, same_pid_namespace
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Scope, Side, refused
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.nixl_blob import ENVELOPE, MAX_SEGMENTS, AgentBlob, decode_blob
 from sglang_pd.backends.nixl_engine import Engine
 from sglang_pd.backends.nixl_library import Library, load_library, log
-from sglang_pd.backends.nixl_link import Link
+from sglang_pd.backends.nixl_link import Link, NixlWork
 from sglang_pd.backends.nixl_options import (
     NixlOptions,
     check_environment,
@@ -59,8 +61,8 @@ from sglang_pd.backends.nixl_options import (
     settings_digest,
     ucx_settings,
 )
+from sglang_pd.backends.nixl_pieces import pieces, single_piece
 from sglang_pd.backends.nixl_probe import Probe, Transports
-from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, Work, single_piece
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
 
@@ -289,18 +291,17 @@ class NixlBackend(Backend):
             self._engine.submit(link, work)
         return transfer
 
-    def _work(self, batch: WriteBatch, peer: NixlPeer, deadline_s: float) -> Work:
+    def _work(self, batch: WriteBatch, peer: NixlPeer, deadline_s: float) -> NixlWork:
         """The checked batch. Raises `BackendError` (`segment_invalid`)."""
         own, there, name = self._scope.side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
         piece = single_piece(batch, own, there)
         if piece is not None and (nbytes := int(batch.length[0])) <= self._options.max_bytes_per_post:
-            return Work(NixlTransfer(name, nbytes, deadline_s), None, host_only, pieces=iter((piece,)))
+            return Work(LibraryTransfer("nixl", name, nbytes, deadline_s), iter((piece,)), host_only)
         check_batch(batch, own.nbytes, there.nbytes, peer=name)
-        src, dst = batch_addresses(batch, own.base, there.base)
-        segments = batch.src.segment[batch.src_region], batch.dst.segment[batch.dst_region]
-        addresses = Addresses(src, dst, batch.length.copy(), *segments, own, there)
-        return Work(NixlTransfer(name, batch.total_bytes, deadline_s), addresses, host_only)
+        transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)
+        rows = Rows.of(batch, own.base, there.base)
+        return Work(transfer, pieces(rows, own, there, self._options), host_only)
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer to the peer is DONE or FAILED."""

@@ -22,10 +22,9 @@ from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, process_gone
 from sglang_pd.backends.nixl_blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
-from sglang_pd.backends.nixl_link import BEAT, Link
+from sglang_pd.backends.nixl_link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.backends.nixl_transfer import Work
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 T = TypeVar("T")
@@ -68,7 +67,7 @@ class Engine:
         self._library, self._options, self._epoch = library, options, epoch
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._commands: deque[tuple[Link, Work] | _Call] = deque()
+        self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
         self._sleeping = self._stopping = False
         self._agent: Agent | None = None
         self._build = 0
@@ -98,7 +97,7 @@ class Engine:
         result: T = call.result
         return result
 
-    def submit(self, link: Link, work: Work) -> None:
+    def submit(self, link: Link, work: NixlWork) -> None:
         """Start a transfer. Raises `BackendError` (`queue_full`) when too many wait."""
         if len(self._commands) >= MAX_COMMANDS:
             raise BackendError("too many transfers wait", code="queue_full", where="write", actual=MAX_COMMANDS)
@@ -109,7 +108,7 @@ class Engine:
             link.open.discard(work.transfer)
             raise
 
-    def _command(self, command: tuple[Link, Work] | _Call) -> None:
+    def _command(self, command: tuple[Link, NixlWork] | _Call) -> None:
         if not self._thread.is_alive() or self._stopping:
             raise BackendError("the backend is closed", where="nixl")
         self._commands.append(command)
@@ -212,7 +211,7 @@ class Engine:
             return 1 if now - self._seen < AWARE_S else 5
         return None
 
-    def _obey(self, command: tuple[Link, Work] | _Call) -> None:
+    def _obey(self, command: tuple[Link, NixlWork] | _Call) -> None:
         if isinstance(command, _Call):
             try:
                 command.result = command.function()
@@ -323,7 +322,7 @@ class Engine:
                 code="peer_lost",
                 where=blob.agent,
             )
-        link = Link(blob, self._options, self._news)
+        link = Link(blob, self._news)
         if link.watch.gone():
             link.watch.close()
             raise TransferError("the peer's process has exited", code="peer_lost", where=f"peer {blob.agent}")

@@ -16,14 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pd.backends.base import Segment, TransferState, batch_addresses, check_batch
+from sglang_pd.backends.base import Segment, TransferState, check_batch
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
+from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Side, allocate_host, check_mapped
+from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.nixl_blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
 from sglang_pd.backends.nixl_options import NixlOptions, check_environment, may_use_rdma, parse_options
+from sglang_pd.backends.nixl_pieces import pieces, single_piece
 from sglang_pd.backends.nixl_probe import read_tables
-from sglang_pd.backends.nixl_transfer import Addresses, NixlTransfer, single_piece
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
 
@@ -233,12 +235,11 @@ def batches(draw: st.DrawFn) -> WriteBatch:
     return WriteBatch(tables, tables, src_region, offsets[0], dst_region, offsets[1], length)
 
 
-def addressed(batch: WriteBatch, own: Side, peer: Side) -> Addresses:
-    src, dst = batch_addresses(batch, own.base, peer.base)
-    return Addresses(src, dst, batch.length, batch.src_region, batch.dst_region, own, peer)
+def addressed(batch: WriteBatch, own: Side, peer: Side) -> Rows:
+    return Rows.of(batch, own.base, peer.base)
 
 
-def exact_pairs(addresses: Addresses) -> list[tuple[int, int]]:
+def exact_pairs(addresses: Rows) -> list[tuple[int, int]]:
     rows = zip(addresses.src.tolist(), addresses.dst.tolist(), addresses.length.tolist(), strict=True)
     return sorted((s + i, d + i) for s, d, n in rows for i in range(n))
 
@@ -251,7 +252,7 @@ def test_pieces_move_the_same_bytes(batch: WriteBatch, most: int, most_bytes: in
     whole = addressed(batch, own, peer)
     options = NixlOptions(max_descriptors_per_post=most, max_bytes_per_post=most_bytes)
     moved = []
-    for piece in whole.pieces(options):
+    for piece in pieces(whole, own, peer, options):
         local, remote = (np.asarray(rows) for rows in piece.rows)
         assert 0 < len(local) <= most and (local[:, 1] == remote[:, 1]).all()
         assert int(local[:, 1].sum()) <= most_bytes
@@ -272,7 +273,7 @@ def test_neighbours_are_merged_but_not_across_segments(src: list[int], dst: list
     # All four continue their neighbour on both sides. Segments 0 and 1 touch, and are registered apart all the same.
     start = np.arange(4, dtype=np.uint64) * 1024
     number = np.array([src, dst], np.uint32)
-    whole = Addresses(own.base[0] + start, peer.base[0] + start, length, number[0], number[1], own, peer)
+    whole = Rows(own.base[0] + start, peer.base[0] + start, length, number[0], number[1])
     merged = whole.merged()
     assert merged.length.tolist() == [3072, 1024]
     assert merged.src_segment.tolist() == src[2:] and merged.dst_segment.tolist() == dst[2:]
@@ -284,10 +285,10 @@ def test_devices_go_apart_and_keep_their_numbers() -> None:
     src, dst = np.array([0, 1, 1, 0], np.uint32), np.array([0, 0, 1, 1], np.uint32)
     offset, length = np.array([0, 0, 512, 512], np.uint64), np.full(4, 256, np.uint64)
     batch = WriteBatch(table(2, 4096), table(2, 4096), src, offset, dst, offset, length)
-    pieces = {piece.kinds: piece for piece in addressed(batch, own, peer).pieces(NixlOptions())}
-    assert set(pieces) == {("cpu", "cuda"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")}
-    assert [np.asarray(rows)[:, 2].tolist() for rows in pieces["cuda", "cuda"].rows] == [[2], [1]]
-    assert pieces["cuda", "cuda"].source_device == "cuda:2"
+    found = {piece.kinds: piece for piece in pieces(addressed(batch, own, peer), own, peer, NixlOptions())}
+    assert set(found) == {("cpu", "cuda"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")}
+    assert [np.asarray(rows)[:, 2].tolist() for rows in found["cuda", "cuda"].rows] == [[2], [1]]
+    assert found["cuda", "cuda"].source_device == "cuda:2"
 
 
 @given(st.data())
@@ -315,8 +316,7 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
         return
     assert piece is not None
     whole = addressed(replace(batch), own, peer)
-    whole.src_segment, whole.dst_segment = tables[0].segment[region[0]], tables[1].segment[region[1]]
-    (expected,) = whole.pieces(NixlOptions())
+    (expected,) = pieces(whole, own, peer, NixlOptions())
     assert [np.asarray(rows).tolist() for rows in piece.rows] == [np.asarray(rows).tolist() for rows in expected.rows]
     assert (piece.kinds, piece.source_device) == (expected.kinds, expected.source_device)
 
@@ -325,7 +325,7 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
 
 
 def test_unknown_may_be_proven_and_final_is_final() -> None:
-    transfer = NixlTransfer("peer", 1, 0.0)
+    transfer = LibraryTransfer("nixl", "peer", 1, 0.0)
     assert transfer.poll() is TransferState.UNKNOWN and not transfer.quiesced
     assert transfer.error is not None and transfer.error.code == "transfer_timeout"
     later = TransferError("later", code="peer_lost")
@@ -333,7 +333,7 @@ def test_unknown_may_be_proven_and_final_is_final() -> None:
     assert transfer.error.code == "transfer_timeout"
     assert not transfer.settle(TransferState.DONE) and not transfer.settle(TransferState.UNKNOWN)
     assert transfer.poll() is TransferState.FAILED
-    done = NixlTransfer("peer", 1, 0.0)
+    done = LibraryTransfer("nixl", "peer", 1, 0.0)
     assert done.poll() is TransferState.UNKNOWN and done.settle(TransferState.DONE) and done.error is None
 
 
