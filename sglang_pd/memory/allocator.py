@@ -13,7 +13,7 @@ from sglang_pd.memory.lease import Holding, Lease, LeaseState
 from sglang_pd.memory.quarantine import Quarantine, Withheld
 from sglang_pd.protocol.errors import PlanError, RoomError
 from sglang_pd.protocol.idx import I64
-from sglang_pd.protocol.spaces import AnySpace, Page, SwaTok
+from sglang_pd.protocol.spaces import AnySpace, Page, RequestRow, SwaTok
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ def instance_index_bytes(layouts: list[RankLayout]) -> dict[AnySpace, int]:
 def window_pages(window_tokens: int, step_tokens: int, page_tokens: int) -> int:
     """Most pages that a window and the step behind it can lie on, wherever they begin."""
     return -(-(window_tokens + step_tokens - 1) // page_tokens) + 1
+
+
+def pool_name(space: AnySpace) -> str:
+    """What a pool is called in metrics and statistics: `pages`, `swa_pages`, `rows` or `slots`."""
+    if isinstance(space, Page):
+        return "swa_pages" if isinstance(space.of, SwaTok) else "pages"
+    return "rows" if isinstance(space, RequestRow) else "slots"
 
 
 class Allocator:

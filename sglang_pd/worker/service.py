@@ -20,7 +20,7 @@ from sglang_pd.backends.registry import create_backend
 from sglang_pd.config import WorkerConfig, backend_settings, load_keys, missing_environment, topology_of
 from sglang_pd.config.network import BackendSettings
 from sglang_pd.engines.registry import create_engine
-from sglang_pd.memory.allocator import Policy
+from sglang_pd.memory.allocator import Policy, pool_name
 from sglang_pd.observe import AdminServer, Identity, Recorder, Settings
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo
 from sglang_pd.protocol.room import Limits, Role
@@ -183,7 +183,7 @@ class WorkerService:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, by name."""
         counts = {
-            _space_name(space): {"free": count.free, "held": count.held, "withheld": count.withheld}
+            pool_name(space): {"free": count.free, "held": count.held, "withheld": count.withheld}
             for space, count in self.parts.allocator.counts().items()
         }
         return {
@@ -271,8 +271,3 @@ def _bind(config: WorkerConfig) -> str:
 def _curve(config: WorkerConfig) -> CurveKeys | None:
     keys = load_keys(config.security)
     return CurveKeys(keys.public, keys.secret, keys.allowed, keys.server) if keys is not None else None
-
-
-def _space_name(space: Any) -> str:
-    inner = getattr(space, "of", None)
-    return type(space if inner is None else inner).__name__

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sglang_pd.memory.allocator import Allocator
+from sglang_pd.memory.allocator import Allocator, pool_name
 from sglang_pd.observe import Count, Observer, PeerState, Pool, Quarantine, Result, RoomKey, Stage
 from sglang_pd.observe import RoomFacts as Seen
 from sglang_pd.protocol.errors import ErrorInfo
@@ -91,7 +91,7 @@ class Watch:
         """The same, at once."""
         self.observer.queue(queued, limit)
         for space, count in allocator.counts().items():
-            self.observer.pool(Pool(str(space), count.free, count.held, count.withheld))
+            self.observer.pool(Pool(pool_name(space), count.free, count.held, count.withheld))
         quarantine = allocator.quarantine
         since_s = quarantine.oldest_since_s
         self.observer.quarantine(
