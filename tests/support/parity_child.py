@@ -28,12 +28,12 @@ from sglang_pd.engines.reference import ReferenceEngine
 from sglang_pd.memory.allocator import Policy
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.kinds import Prompt
-from sglang_pd.worker.control import ControlConfig
 from sglang_pd.worker.decode_runner import DecodeRunner
 from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint, new_epoch
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token, Update
 from sglang_pd.worker.parts import Memory, assemble
 from sglang_pd.worker.prefill_runner import PrefillRunner
+from sglang_pd.worker.settings import ControlConfig
 
 _printing = threading.Lock()
 
@@ -85,7 +85,10 @@ class Lane:
         memory = Memory(capacity=size.capacity(), policy=Policy(order=size.order, seed=size.seed))
         self.parts = assemble(ReferenceEngine(CONFIGS[spec["mode"]]), self.backend, memory)
         control = ControlConfig(
-            instance_id=f"{conf['id']}-{name}", model=self.parts.facts.fingerprint, verify=spec.get("verify", "full")
+            instance_id=f"{conf['id']}-{name}",
+            model=self.parts.facts.fingerprint,
+            verify=spec.get("verify", "full"),
+            liveness_s=30.0,  # bytes are judged here; on a busy machine a process may stand still for seconds
         )
         if self.prefills:
             self.endpoint: Any = PrefillEndpoint(control, self.parts.setup)
