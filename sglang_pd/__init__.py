@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang_pd.backends.registry import create_backend as create_backend
-    from sglang_pd.worker.control import ControlConfig as ControlConfig
     from sglang_pd.worker.endpoint import DecodeEndpoint as DecodeEndpoint
     from sglang_pd.worker.endpoint import Network as Network
     from sglang_pd.worker.endpoint import PrefillEndpoint as PrefillEndpoint
@@ -19,10 +18,11 @@ if TYPE_CHECKING:
     from sglang_pd.worker.endpoint import new_epoch as new_epoch
     from sglang_pd.worker.events import EventKind as EventKind
     from sglang_pd.worker.events import RoomEvent as RoomEvent
+    from sglang_pd.worker.settings import ControlConfig as ControlConfig
 
 _WHERE = {
     "create_backend": "sglang_pd.backends.registry",
-    "ControlConfig": "sglang_pd.worker.control",
+    "ControlConfig": "sglang_pd.worker.settings",
     "DecodeEndpoint": "sglang_pd.worker.endpoint",
     "Network": "sglang_pd.worker.endpoint",
     "PrefillEndpoint": "sglang_pd.worker.endpoint",

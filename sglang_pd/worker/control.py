@@ -9,17 +9,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from sglang_pd.observe import PeerState
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError, from_info
-from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology
+from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Draining, Message
 from sglang_pd.protocol.pairing import Pairing
-from sglang_pd.protocol.room import Limits
 from sglang_pd.worker.agent import RankAgent
 from sglang_pd.worker.conversation import Conversation, Self, Stage
 from sglang_pd.worker.desk import RoomDesk, RoomFacts
@@ -41,7 +40,7 @@ from sglang_pd.worker.orders import (
 )
 from sglang_pd.worker.peering import Peering
 from sglang_pd.worker.ranks import Ranks
-from sglang_pd.worker.verification import VerifyMode
+from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.watch import Watch
 
 PEERS: Final = "peers"
@@ -50,26 +49,6 @@ STALL_S: Final = 0.75
 """A longer time between two turns of the control thread, which sleeps 0.25 s at most, is a stall of its own."""
 MAX_PENDING: Final = 16_384
 """Opens that wait for their peer's handshake."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlConfig:
-    """What an instance is and how patient it is. Durations in seconds.
-
-    peer_wait_s: how long an open waits for the handshake with its peer.
-    """
-
-    instance_id: str
-    model: str
-    topology: Topology = field(default_factory=Topology)
-    revision: str = ""
-    max_tokens: int = 2**31 - 1
-    heartbeat_s: float = 0.5
-    liveness_s: float = 3.0
-    rank_liveness_s: float = 5.0
-    peer_wait_s: float = 30.0
-    limits: Limits = field(default_factory=Limits)
-    verify: VerifyMode = "sampled"
 
 
 @dataclass(slots=True)
@@ -211,19 +190,14 @@ class InstanceControl:
         if self.desk is not None:
             self.desk.computed(room, self._clock())
 
-    def open(self, facts: RoomFacts, address: str) -> None:
-        """Decode: open a room at the instance behind `address`; waits for the handshake."""
+    def open(self, facts: RoomFacts, address: str, declined: ErrorInfo | None = None) -> None:
+        """Decode: open a room at the instance behind `address`; waits for the handshake. declined: only tell it why
+        the room will never be opened."""
         if self._stopped() or len(self._pending) >= MAX_PENDING:
             self._refuse(facts, self._why_stopped())
             return
-        self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s))
+        self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s, declined))
         self._try_pending()
-
-    def decline(self, facts: RoomFacts, address: str, error: ErrorInfo) -> None:
-        """Decode: the room will never be opened; the prefill behind `address` learns why, after a handshake."""
-        if not self._stopped() and len(self._pending) < MAX_PENDING:
-            self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s, error))
-            self._try_pending()
 
     def abort(self, room: int, error: ErrorInfo) -> None:
         """Give a room up."""
@@ -261,6 +235,8 @@ class InstanceControl:
         return RoomError("too many rooms wait for their peers", code="queue_full")
 
     def _refuse(self, facts: RoomFacts, error: PdError, kind: EventKind = EventKind.FAILED) -> None:
+        if not facts.handle:
+            return  # nobody waits for a room that was only declined
         self._emit(RoomEvent(kind, facts.room, 0, handle=facts.handle, error=error.info()))
         self._emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
 
@@ -272,8 +248,7 @@ class InstanceControl:
                 if not self._try(pending, self._clock()):
                     self._pending.append(pending)
             except PdError as error:
-                if pending.declined is None:
-                    self._refuse(pending.facts, error)
+                self._refuse(pending.facts, error)
 
     def _try(self, pending: _Pending, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""

@@ -23,13 +23,14 @@ from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.worker.agent import RankAgent, RankFacts
-from sglang_pd.worker.control import PEERS, RANKS, ControlConfig, InstanceControl
+from sglang_pd.worker.control import PEERS, RANKS, InstanceControl
 from sglang_pd.worker.desk import RoomFacts
 from sglang_pd.worker.events import TERMINAL_EVENTS, EventKind, RoomEvent
 from sglang_pd.worker.link import CurveKeys, Link
 from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.memory_view import DeviceDigest
 from sglang_pd.worker.remote_rank import RemoteRank
+from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.watch import Watch
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
@@ -266,7 +267,7 @@ class DecodeEndpoint(Endpoint):
     def decline(self, room: int, address: str, error: ErrorInfo) -> None:
         """Refuse a room before it is opened: prefill behind `address` fails it with this cause instead of waiting."""
         facts = RoomFacts(handle=0, room=room, prompt_tokens=1, prompt_digest=0, lists=())
-        self._loop.submit(lambda: self.control.decline(facts, address, error))
+        self._loop.submit(lambda: self.control.open(facts, address, declined=error))
 
 
 def _facts(

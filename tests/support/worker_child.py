@@ -33,7 +33,6 @@ from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.protocol.room import Limits
 from sglang_pd.testing import faults
-from sglang_pd.worker.control import ControlConfig
 from sglang_pd.worker.endpoint import (
     DecodeEndpoint,
     Network,
@@ -44,6 +43,7 @@ from sglang_pd.worker.endpoint import (
 )
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.link import CurveKeys
+from sglang_pd.worker.settings import ControlConfig
 
 
 @dataclass
