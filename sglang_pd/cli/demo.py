@@ -111,10 +111,10 @@ def _print(outcomes: list[Any], good: bool, seconds: float) -> None:
             for role, times in outcome.stages_s.items()
         ]
         widest = max((len(row) for row in rows), default=1)
-        columns = ("side", *("" for _ in range(widest - 1)))
+        sides = ["side", *("" for _ in range(widest - 1))]
         emit(
             "",
-            table("mean milliseconds of a room in each stage", columns, [r + [""] * (widest - len(r)) for r in rows]),
+            table("mean milliseconds of a room in each stage", sides, [r + [""] * (widest - len(r)) for r in rows]),
         )
     verdict = "every token and log-probability is equal" if good else "DIFFERENT: see the lines above"
     emit("", f"{verdict}; {seconds:.1f} s in all", "")

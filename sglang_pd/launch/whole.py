@@ -63,7 +63,8 @@ class Whole:
                 yield output
                 position += 1
                 lease.advance(position)
-                (output,) = self._engine.decode([DecodeItem("whole", output.token, lease.tables())]) or [None]
+                outputs = self._engine.decode([DecodeItem("whole", output.token, lease.tables())])
+                output = outputs[0] if outputs else None
                 lease.settle(position)
         finally:
             self._engine.release("whole")

@@ -68,10 +68,10 @@ def plan(body: GenerateBody, worker: Worker, traceparent: str) -> Wanted:
     answers = params[0].n
     if any(one.n != answers for one in params):
         raise _rejected("all prompts of a request have the same number of answers", "sampling_params.n")
-    logprobs = [bool(one) for one in _spread(body.return_logprob, len(prompts), "return_logprob")]
-    start = [
-        -1 if one is None else int(one) for one in _spread(body.logprob_start_len, len(prompts), "logprob_start_len")
-    ]
+    logprobs = _spread(body.return_logprob or False, len(prompts), "return_logprob")
+    start = _spread(
+        -1 if body.logprob_start_len is None else body.logprob_start_len, len(prompts), "logprob_start_len"
+    )  # fmt: skip
     rids = _rids(body.rid, len(prompts), answers)
     where = places(body, worker.service.role, len(prompts), answers)
     asks = [

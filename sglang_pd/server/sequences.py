@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
@@ -78,7 +79,7 @@ class Sequence:
             room=ask.place.room,
             request_id=f"{ask.rid}#{next(_numbers)}",
             token_ids=prompt,
-            sink=lambda update: self._loop.call_soon_threadsafe(self._updates.put_nowait, update),
+            sink=self._sink,
             sampling=sampling_of(ask.params, ask.answer),
             address=ask.place.address,
             max_new_tokens=_new_tokens(ask, self._service) if role is Role.DECODE else 1,
@@ -87,6 +88,10 @@ class Sequence:
             score=ask.score and role is Role.PREFILL,
             traceparent=ask.traceparent,
         )
+
+    def _sink(self, update: Update) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended, and its loop with it
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
     def check(self) -> None:
         """Raise `Failure` where the sequence can never run."""

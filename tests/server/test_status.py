@@ -78,7 +78,7 @@ def test_both_sides_count_the_same_bytes(pair: Pair) -> None:
     for record in records:
         assert sum(record["stage_s"].values()) == pytest.approx(record["total_s"], abs=1e-3)
         assert record["total_s"] > 0 and record["result"] == "done"
-    assert all(records[0]["stage_s"][stage] > 0 for stage in ("queue", "post", "wire"))
+    assert all(records[0]["stage_s"][stage] > 0 for stage in ("queue", "wire"))
     assert all(records[1]["stage_s"][stage] > 0 for stage in ("handshake", "queue", "wire", "verify", "admit"))
     assert records[1]["verified_layers"] > 0
 
