@@ -27,7 +27,8 @@ from sglang_pd.protocol.kinds import Prompt, kind_of
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.protocol.spaces import Page
 
-CANARY = 0xA5
+CANARIES = {"decode": 0xA5, "prefill": 0x5A}
+"""They differ, so that a byte shows that is written late from source memory that was wiped meanwhile."""
 Visit = Callable[[int, np.ndarray, Any, np.ndarray], None]
 
 
@@ -55,10 +56,11 @@ class Memory:
     def __init__(self, backend: Backend, conf: dict[str, Any]) -> None:
         state, size = hybrid_state(), capacity(conf.get("pages", 24), conf.get("rows", 8), conf.get("slots", 8))
         topology, rank = Topology(**conf.get("topology", {})), RankId(*conf.get("rank", (0, 0)))
+        self.canary = CANARIES[conf["side"] if conf["role"] == "rank" else conf["role"]]
         self.layout = layout_rank(state, size, topology, rank)
         self.pools = RankPools(self.layout, Scope(backend).allocate_layout(self.layout))
         for segment in self.pools.segments:
-            host_bytes(segment)[:] = CANARY
+            host_bytes(segment)[:] = self.canary
         self._names = [
             zlib.crc32("/".join((*map(str, key), str(rank.tp_rank if self.pools.region(*key)[0].dim else 0))).encode())
             for key in self.pools.keys
@@ -95,7 +97,7 @@ class Memory:
         """Back to the canary: the memory is about to be somebody else's."""
 
         def clear(number: int, view: np.ndarray, at: Any, elements: np.ndarray) -> None:
-            view[at] = CANARY
+            view[at] = self.canary
 
         self._rows(lists, prompt, clear)
 
@@ -112,4 +114,4 @@ class Memory:
 
     def dirty_bytes(self) -> int:
         """Bytes that are not the canary. 0 is right when nothing is leased or withheld."""
-        return sum(int((host_bytes(segment) != CANARY).sum()) for segment in self.pools.segments)
+        return sum(int((host_bytes(segment) != self.canary).sum()) for segment in self.pools.segments)

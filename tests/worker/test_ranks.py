@@ -33,7 +33,7 @@ def instance(role: str, topology: dict[str, int], pages: int, **conf: Any) -> It
         common = {"topology": topology, "pages": pages, "bind": free_address(), **conf}
         control = stack.enter_context(WorkerProcess(role, ranks_bind=free_address(), **common))
         ranks = [
-            stack.enter_context(rank_process(control, (p, t), **common))
+            stack.enter_context(rank_process(control, (p, t), side=role, **common))
             for p in range(topology["pp"])
             for t in range(topology["tp"])
             if (p, t) != (0, 0)
