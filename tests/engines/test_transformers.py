@@ -14,6 +14,7 @@ from support.transformers_run import NAMED, OTHERS, engine, host, library_loop, 
 from sglang_pd.engines.base import DecodeItem, PrefillChunk, Request, Sampling
 from sglang_pd.engines.transformers import run_whole
 from sglang_pd.engines.transformers.walk import tensors
+from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.live import live_rows
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.protocol.kinds import Prompt, kind_of
@@ -126,6 +127,27 @@ def test_an_engine_decodes_what_it_prefilled_from_its_own_pools(name: str) -> No
     assert run.tokens == want.tokens
     assert same_logits(run, want)
     whole_state(alone, run, own)
+
+
+def test_after_the_prompt_pools_alone_are_the_state() -> None:
+    """What lies in the pools after the last chunk decides what comes next, in the engine that computed it too."""
+    alone = host(engine(QWEN4), PREFILL)
+    run = alone.prefill("r", prompt(21))
+    alone.pools.slots("KV", 1, "v").zero_()
+    alone.decode([run], 1)
+    want, _ = library_loop(engine(QWEN4).model, prompt(21), (), 1)
+    assert np.array_equal(run.logits[0], want.logits[0])
+    assert not np.array_equal(run.logits[1], want.logits[1])
+
+
+def test_a_slot_that_is_armed_for_receive_is_not_begun_in() -> None:
+    alone = host(engine(QWEN4), PREFILL)
+    lease = alone.allocator.lease(8, window_stop=0)
+    alone.pools.arm(lease.tables())
+    with pytest.raises(LeaseError, match="armed for receive"):
+        alone.engine.start(Request("r", prompt(8)), lease.tables())
+    alone.pools.disarm(lease.generation)
+    alone.engine.start(Request("r", prompt(8)), lease.tables())
 
 
 def test_nothing_but_the_live_rows_of_pools_is_read() -> None:
