@@ -29,6 +29,10 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers read, at workers too: it needs no token."""
 
 
+BODY_IDLE_S = 30.0
+"""Seconds between two pieces of a request's body; a client that is slower would hold a place for nothing."""
+
+
 class ClientGone(Exception):
     """The client closed its connection."""
 
@@ -83,14 +87,19 @@ async def _until_gone(receive: Receive, present: anyio.CancelScope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `RequestFailed` with 413 past `limit` bytes, `ClientGone`."""
+    """The whole body. Raises `RequestFailed` with 413 past `limit` bytes and 408 when it does not come; `ClientGone`."""
     declared = dict(scope["headers"]).get(b"content-length", b"")
     too_large = own("request_too_large", "the body is too large", expected=f"at most limits.max_body_bytes = {limit}")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise too_large
     body = bytearray()
     while True:
-        message = await receive()
+        message = None
+        with anyio.move_on_after(BODY_IDLE_S):
+            message = await receive()
+        if message is None:
+            text = f"nothing of the request's body came for {BODY_IDLE_S:g} s"
+            raise RequestFailed(Failure(code="request_rejected", message=text, status=408, retryable=True))
         if message["type"] == "http.disconnect":
             raise ClientGone
         body += message.get("body", b"")

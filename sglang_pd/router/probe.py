@@ -183,7 +183,8 @@ class Prober:
                 break
             try:
                 await asyncio.wait_for(bell.wait(), self._timeouts.probe_s)
-                await asyncio.sleep(min(0.05, self._timeouts.probe_s))  # many failures at once are one look
+                if not self._stop.is_set():
+                    await asyncio.sleep(min(0.05, self._timeouts.probe_s))  # many failures at once are one look
             except asyncio.TimeoutError:
                 pass
             bell.clear()

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support.fake_workers import Cluster, Stream, cluster
+from support.fake_workers import Cluster, Stream, cluster, until
 
 from sglang_pd.router import RequestFailed, Router
 
@@ -296,6 +296,26 @@ def test_the_body_is_bounded() -> None:
 
             assert (await c.client.post("/generate", content=pieces())).status_code == 413
             assert not c.prefill.asked
+
+    run(test())
+
+
+def test_a_body_that_does_not_come_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_pd.router.app.BODY_IDLE_S", 0.1)
+
+    async def test() -> None:
+        async with cluster(limits={"max_inflight": 1}) as c:
+
+            async def stuck() -> Any:
+                yield b"{"
+                await asyncio.Event().wait()
+
+            task = asyncio.create_task(c.client.post("/generate", content=stuck()))
+            await until(lambda: c.router.metrics.inflight == 1)
+            await until(lambda: c.router.metrics.inflight == 0)
+            assert (await c.generate()).status_code == 200
+            task.cancel()
+            await asyncio.wait({task})
 
     run(test())
 
