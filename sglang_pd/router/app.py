@@ -87,7 +87,7 @@ async def _until_gone(receive: Receive, present: anyio.CancelScope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `RequestFailed` with 413 past `limit` bytes and 408 when it does not come; `ClientGone`."""
+    """The whole body. Raises `RequestFailed`: 413 past `limit` bytes, 408 when it does not come; and `ClientGone`."""
     declared = dict(scope["headers"]).get(b"content-length", b"")
     too_large = own("request_too_large", "the body is too large", expected=f"at most limits.max_body_bytes = {limit}")
     if declared.isdigit() and int(declared[:20]) > limit:
