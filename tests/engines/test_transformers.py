@@ -11,7 +11,7 @@ import torch
 from support.reference_run import DECODE, PREFILL, Host, How, Running, differences, hand_over, same_logits
 from support.transformers_run import NAMED, OTHERS, engine, host, library_loop, prompt
 
-from sglang_pd.engines.base import DecodeItem, PrefillChunk, Request, Sampling
+from sglang_pd.engines.base import DecodeItem, PrefillChunk, PromptScorer, Request, Sampling
 from sglang_pd.engines.transformers import run_whole
 from sglang_pd.engines.transformers.walk import tensors
 from sglang_pd.memory.index_pool import LeaseError
@@ -191,6 +191,27 @@ def test_sampler_state_travels() -> None:
     destination.decode([arrived], STEPS)
     assert arrived.tokens == want.tokens
     assert arrived.tokens != library_loop(engine(QWEN4).model, prompt(10), (), STEPS)[0].tokens
+
+
+def test_a_prompt_is_scored_by_the_model_that_reads_it() -> None:
+    one = engine(QWEN4)
+    assert isinstance(one, PromptScorer)
+    alone, ids = host(one, PREFILL), prompt(21)
+    lease = alone.allocator.lease(21, window_stop=0)
+    one.start(Request("r", ids, score=True), lease.tables())
+    assert one.prefill(PrefillChunk("r", 0, 16, lease.tables())) is None
+    with pytest.raises(RoomError, match="not scored"):
+        one.prompt_logprobs("r")
+    output = one.prefill(PrefillChunk("r", 16, 21, lease.tables()))
+    with torch.inference_mode():
+        rows = torch.log_softmax(one.model(input_ids=torch.from_numpy(ids)[None]).logits[0].double(), -1)
+    want = rows[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
+    assert np.allclose(one.prompt_logprobs("r"), want, rtol=0, atol=1e-4)
+    assert output is not None and output.token == library_loop(one.model, ids, (16, 5), 0)[0].tokens[0]
+    one.start(Request("quiet", ids), alone.allocator.lease(21, window_stop=0).tables())
+    one.prefill(PrefillChunk("quiet", 0, 21, alone.allocator.leases[2].tables()))
+    with pytest.raises(RoomError, match="not scored"):
+        one.prompt_logprobs("quiet")
 
 
 def test_a_prefix_on_decode_is_not_written() -> None:

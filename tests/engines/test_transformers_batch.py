@@ -89,9 +89,9 @@ def test_one_forward_takes_as_many_requests_as_allowed(monkeypatch: pytest.Monke
     seen: list[tuple[int, list[int]]] = []
     real = engine_module.forward
 
-    def counting(model: Any, ids: Any, cache: Any, lengths: Sequence[int]) -> Any:
+    def counting(model: Any, ids: Any, cache: Any, lengths: Sequence[int], **more: Any) -> Any:
         seen.append((ids.shape[0], list(lengths)))
-        return real(model, ids, cache, lengths)
+        return real(model, ids, cache, lengths, **more)
 
     one, other = engine(QWEN4), engine(QWEN4, "float32", 2, decode_batch=4)
     destination, runs = arrive(one, other, (2, 3, 5, 8, 11))

@@ -14,7 +14,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request, Sampling
-from sglang_pd.engines.sampling import choose
+from sglang_pd.engines.sampling import choose, logprobs
 from sglang_pd.engines.transformers.describe import facts_of, probe
 from sglang_pd.engines.transformers.model import Source, find
 from sglang_pd.engines.transformers.mover import Mover, Span
@@ -42,7 +42,10 @@ _extra_decoder = msgspec.msgpack.Decoder(Extra)
 
 @dataclass
 class Running:
-    """What the engine keeps of a request between calls: facts of the handoff record, and where its state is."""
+    """What the engine keeps of a request between calls: facts of the handoff record, and where its state is.
+
+    scores: log-probabilities of the prompt's tokens so far, from the second on, where they are wanted.
+    """
 
     request_id: str
     sampling: Sampling
@@ -52,6 +55,7 @@ class Running:
     prompt: NDArray[np.int64] | None = None
     first: tuple[int, float] | None = None
     extra: bytes = b""
+    scores: list[float] | None = None
 
     @property
     def span(self) -> Span:
@@ -134,7 +138,9 @@ class TransformersEngine:
             raise RoomError("that request is known already", code="request_rejected", where=where)
         self._ready()
         self._pools.reset(tables)
-        self._running[request.request_id] = Running(request.request_id, request.sampling, tables, prompt=ids)
+        running = Running(request.request_id, request.sampling, tables, prompt=ids)
+        running.scores = [] if request.score else None
+        self._running[request.request_id] = running
 
     def prefill(self, chunk: PrefillChunk) -> Output | None:
         """See `Engine`."""
@@ -153,14 +159,24 @@ class TransformersEngine:
                 actual=f"[{chunk.start}, {chunk.stop})", hint="Raise the prefill worker's tokens of a chunk.",
             )  # fmt: skip
         running.tables = chunk.tables
-        logits = self._step([running], prompt[None, chunk.start : chunk.stop])
+        every = self._step([running], prompt[None, chunk.start : chunk.stop], every=running.scores is not None)[0]
+        if running.scores is not None:
+            following = prompt[chunk.start + 1 : chunk.stop + 1].tolist()
+            running.scores += [float(logprobs(row)[t]) for row, t in zip(every, following, strict=False)]
         if chunk.stop < len(prompt):
             return None
         cache = self._caches.pop((running.request_id,))
         running.extra = msgspec.msgpack.encode(Extra(numbers(cache, self.walk)))
-        output = self._sampled(running, logits[0])
+        output = self._sampled(running, every[-1])
         running.first = (output.token, output.logprob)
         return output
+
+    def prompt_logprobs(self, request_id: str) -> NDArray[np.float64]:
+        """See `PromptScorer`. A scored prompt's first token comes from a larger product: equal within rounding."""
+        running = self._known(request_id)
+        if running.first is None or running.scores is None:
+            raise RoomError("the prompt is not scored here", code="request_rejected", where=request_id)
+        return np.array(running.scores, dtype=np.float64)
 
     def handoff(self, request_id: str) -> HandoffRecord:
         """See `Engine`."""
@@ -203,8 +219,8 @@ class TransformersEngine:
         tokens = {item.request_id: item.token for item in batch}
         for group in self._groups(members):
             ids = np.array([[tokens[running.request_id]] for running in group], dtype=np.int64)
-            for running, row in zip(group, self._step(group, ids), strict=True):
-                outputs[running.request_id] = self._sampled(running, row)
+            for running, rows in zip(group, self._step(group, ids), strict=True):
+                outputs[running.request_id] = self._sampled(running, rows[-1])
         return [outputs[item.request_id] for item in batch]
 
     def release(self, request_id: str) -> None:
@@ -263,8 +279,9 @@ class TransformersEngine:
             for at in range(0, len(same), most):
                 yield same[at : at + most]
 
-    def _step(self, group: list[Running], ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One forward. ids: int64 [B, n]. float64 [B, vocabulary] logits of the last new token, on the host."""
+    def _step(self, group: list[Running], ids: NDArray[np.int64], *, every: bool = False) -> NDArray[np.float64]:
+        """One forward. ids: int64 [B, n]. On the host, float64 [B, T, vocabulary] logits of every new token, or with
+        T = 1 of the last one."""
         mover, names = self._ready(), tuple(running.request_id for running in group)
         cache = self._caches.pop(names, None)
         self._forget(set(names))
@@ -273,10 +290,10 @@ class TransformersEngine:
                 started = group[0].tokens > 0
                 cache = mover.load([running.span for running in group]) if started else self.source.new_cache()
             on_device = torch.from_numpy(ids).to(self.device)
-            logits = forward(self.model, on_device, cache, [running.tokens for running in group])
+            logits = forward(self.model, on_device, cache, [r.tokens for r in group], every=every)
             count = ids.shape[1]
             mover.store(cache, [Span(r.tables, r.tokens, r.tokens + count) for r in group])
-            result: NDArray[np.float64] = logits.double().cpu().numpy()
+            result: NDArray[np.float64] = (logits if every else logits[:, None]).double().cpu().numpy()
         for running in group:
             running.tokens += count
         self._caches[names] = cache
