@@ -54,23 +54,40 @@ class DecodeRooms(RoomTable[DecodeRoom]):
 
         Raises RoomError: `room_duplicate`, `draining`, `queue_full`, `peer_unknown`, `epoch_stale`.
         """
-        peer = self.peers.get(peer_epoch)
-        if peer is None or peer.lost is not None:
-            code = "epoch_stale" if peer is not None or peer_epoch in self._lost else "peer_unknown"
-            raise RoomError("no verdict stands for that incarnation", code=code, actual=f"{peer_epoch:016x}")
-        if room in self.rooms:
-            raise RoomError("the room has begun already", code="room_duplicate", actual=room)
+        peer = self._agreed(room, peer_epoch)
         if self.draining:
             raise RoomError("the worker is stopping", code="draining")
         if len(self.rooms) >= self.bounds.rooms or len(self._by_peer[peer_epoch]) >= self.bounds.rooms_per_peer:
             raise RoomError("too many rooms", code="queue_full")
-        generation, self._next_generation = self._next_generation, self._next_generation + 1
+        generation = self._mint()
         found = DecodeRoom(room, generation, peer, self.limits, now_s)
         out = found.handle(Begin(), now_s)
         self.rooms[room] = found
         self._track(found)
         self._schedule(found)
         return generation, out
+
+    def decline(self, room: int, peer_epoch: int, error: ErrorInfo) -> list[Effect]:
+        """The decode leg of a room was refused (it can never fit, say): its prefill fails it with this cause instead
+        of waiting. Said once, also while draining; nothing is kept, since nothing was exposed.
+
+        Raises RoomError: `room_duplicate`, `peer_unknown`, `epoch_stale`.
+        """
+        peer = self._agreed(room, peer_epoch)
+        return [Send(peer.epoch, Abort(room=room, generation=self._mint(), error=error))]
+
+    def _agreed(self, room: int, peer_epoch: int) -> Peer:
+        peer = self.peers.get(peer_epoch)
+        if peer is None or peer.lost is not None:
+            code = "epoch_stale" if peer is not None or peer_epoch in self._lost else "peer_unknown"
+            raise RoomError("no verdict stands for that incarnation", code=code, actual=f"{peer_epoch:016x}")
+        if room in self.rooms:
+            raise RoomError("the room has begun already", code="room_duplicate", actual=room)
+        return peer
+
+    def _mint(self) -> int:
+        generation, self._next_generation = self._next_generation, self._next_generation + 1
+        return generation
 
     def receive(self, peer_epoch: int, message: Message, now_s: float) -> list[Effect]:
         """A message from that incarnation. RemoteProtocolError: refuse it to its sender; nothing changed."""

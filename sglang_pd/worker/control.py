@@ -193,7 +193,7 @@ class InstanceControl:
     def open(self, facts: RoomFacts, address: str, declined: ErrorInfo | None = None) -> None:
         """Decode: open a room at the instance behind `address`; waits for the handshake. declined: only tell it why
         the room will never be opened."""
-        if self._stopped() or len(self._pending) >= MAX_PENDING:
+        if (self._stopped() and declined is None) or len(self._pending) >= MAX_PENDING:
             self._refuse(facts, self._why_stopped())
             return
         self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s, declined))
@@ -252,7 +252,7 @@ class InstanceControl:
 
     def _try(self, pending: _Pending, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""
-        if self._stopped():
+        if self._stopped() and pending.declined is None:
             raise self._why_stopped()
         talk = self.peering.call(pending.address, None, now_s) if self.peering is not None else None
         if talk is not None and self.desk is not None:

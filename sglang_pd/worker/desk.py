@@ -181,9 +181,7 @@ class RoomDesk:
         Raises `RoomError` where the room runs here, or the peer is gone.
         """
         self._now_s = now_s
-        _, effects = self.decode.begin(room, peer_epoch, now_s)
-        self._carry(Role.DECODE, effects)
-        self._local(Role.DECODE, room, Fail(error))
+        self._carry(Role.DECODE, self.decode.decline(room, peer_epoch, error))
 
     def abort(self, room: int, error: ErrorInfo, now_s: float) -> None:
         """Somebody of this side wants the room no more, in whichever role it is here."""

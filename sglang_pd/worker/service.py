@@ -216,7 +216,8 @@ class WorkerService:
         if time.monotonic() > drain.deadline_s and not self._cancelled:
             self._cancelled = True
             self.runner.cancel_all(ErrorInfo(code="draining", message="the drain deadline passed"))
-        return self.endpoint.drained and self.runner.idle
+        withheld = len(self.parts.allocator.quarantine)
+        return self.endpoint.drained and self.runner.idle and not withheld
 
     @property
     def overdue(self) -> bool:
