@@ -31,10 +31,11 @@ $(stamp):
 	@touch $@
 
 test: install
-	@$(bin)/python -m pytest -m "not slow and not gpu" --session-timeout=480 --durations=5
+	@$(bin)/python -m pytest -m "not slow and not gpu" -n 2 --dist worksteal --session-timeout=1200 --durations=5
 
 test-all: install
-	@$(bin)/python -m pytest -m "not gpu" --session-timeout=3600 --hypothesis-profile=thorough --durations=20
+	@$(bin)/python -m pytest -m "not gpu" -n 2 --dist worksteal --session-timeout=3600 --hypothesis-profile=thorough \
+		--durations=20
 
 lint: install
 	@VENV="$(VENV)" scripts/lint.sh
