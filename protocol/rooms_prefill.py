@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, RemoteProtocolError, RoomError
+from sglang_pd.protocol.errors import CODES, MAX_TEXT, ErrorInfo, LocalProtocolError, RemoteProtocolError, RoomError
 from sglang_pd.protocol.messages import (
     Abort,
     AbortAck,
@@ -51,7 +51,8 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         """The prefill leg of a room arrived.
 
         Raises RoomError: `room_duplicate` for a room that has its request or has ended (`details` name the first
-        cause), `room_aborted` for one that decode gave up before, `draining`, `queue_full`.
+        cause), `room_aborted` for one that decode gave up before, or decode's cause where the request itself is wrong,
+        `draining`, `queue_full`.
         """
         found = self.rooms.get(room)
         if found is not None and found.now_in is State.AWAIT_REQUEST:
@@ -60,8 +61,8 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         if found is not None or stone is not None:
             cause = stone.error.code if stone is not None and stone.error is not None else ""
             raise RoomError("the room has its request already", code="room_duplicate", actual=room, cause=cause)
-        if room in self._aborted_early:
-            raise RoomError("decode gave the room up before its request came", code="room_aborted", actual=room)
+        if (early := self._aborted_early.get(room)) is not None:
+            raise _given_up(room, early.error)
         if self.draining:
             raise RoomError("the worker is stopping", code="draining")
         if len(self.rooms) >= self.bounds.rooms:
@@ -298,3 +299,12 @@ class PrefillRooms(RoomTable[PrefillRoom]):
             raise LocalProtocolError("the bytes of waiting opens are miscounted", code="internal", where="room table")
         if len(self._ended) > standing or len(self._aborted_early) > standing:
             raise LocalProtocolError("an ended room is indexed without tombstone", code="internal", where="room table")
+
+
+def _given_up(room: int, error: ErrorInfo | None) -> RoomError:
+    """A request comes too late. Decode's own cause where that says what is wrong with the request itself."""
+    facts = CODES.get(error.code) if error is not None else None
+    wrong = error is not None and facts is not None and facts.http_status == 400 and not facts.retryable
+    code = error.code if error is not None and wrong else "room_aborted"
+    why = f": {error.message}" if error is not None else ""
+    return RoomError(f"decode gave the room up before its request came{why}"[:MAX_TEXT], code=code, actual=room)
