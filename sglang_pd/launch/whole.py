@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,13 +26,17 @@ class Whole:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._chunk_tokens = config.engine.chunk_tokens
-        self._engine: Engine = create_engine(config.engine.name, config.engine.options)
+        device = "cuda:0" if config.pools.device == "cuda" else config.pools.device
+        pools = msgspec.structs.replace(config.pools, device=device, poison=None)
+        config = msgspec.structs.replace(config, pools=pools)
+        self._engine: Engine = create_engine(config.engine.name, config.engine.options, device)
         self._own_loop = config.engine.name == "transformers"
         self._parts: Parts | None = None
         if not self._own_loop:
             planned = plan_instance(config, self._engine.describe())
             backend = create_backend("local", epoch=new_epoch())
-            self._parts = assemble(self._engine, backend, Memory(capacity=planned.budget.capacity, policy=Policy()))
+            memory = Memory(capacity=planned.budget.capacity, policy=Policy(), device=device)
+            self._parts = assemble(self._engine, backend, memory)
         self.vocab_size = self._engine.describe().vocab_size
 
     def run(self, token_ids: list[int], count: int, sampling: Sampling) -> list[tuple[int, float]]:

@@ -44,6 +44,13 @@ def plan_instance(config: WorkerConfig, described: Described | None = None) -> P
             expected=f"a multiple of {described.page_multiple}",
             actual=config.pools.page_tokens,
         )
+    if config.pools.host_kinds:
+        raise ConfigError(
+            "no engine here computes on state that lies in host memory beside a device",
+            where="$.pools.host_kinds",
+            expected="none",
+            actual=" ".join(config.pools.host_kinds)[:200],
+        )
     topology = topology_of(config)
     state, device = described.state, config.pools.device
     budget = size_pools(config, state, topology)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from sglang_pd.backends.base import Backend
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.config import WorkerConfig, backend_settings, load_keys, missing_environment, topology_of
@@ -60,6 +62,7 @@ class WorkerService:
         that is missing, `BackendError` where memory cannot be had, and what the engine raises.
         """
         _require_one_rank(config)
+        config = _on_own_device(config)
         settings = backend_settings(config)
         _require_environment(settings, os.environ if environ is None else environ)
         self.config = config
@@ -69,8 +72,7 @@ class WorkerService:
         self._cancelled = False
         self._drain_lock = threading.Lock()
         with contextlib.ExitStack() as undo:
-            device = "cuda:0" if config.pools.device == "cuda" else config.pools.device
-            engine = create_engine(config.engine.name, config.engine.options, device)
+            engine = create_engine(config.engine.name, config.engine.options, config.pools.device)
             self.planned: Planned = plan_instance(config, engine.describe())
             self.backend: Backend = create_backend(settings.name, epoch=new_epoch(), options=settings.options)
             undo.callback(self.backend.close)
@@ -79,14 +81,12 @@ class WorkerService:
                 Identity(self.role, self.name, self.backend.epoch, config.backend.name),
                 Settings(stall_s=config.liveness.stall_s, decisions=config.observe.decisions),
             )
-            self.parts: Parts = assemble(
-                engine, self.backend, self._memory(device), deadline_s=config.liveness.transfer_s
-            )  # fmt: skip
+            self.parts: Parts = assemble(engine, self.backend, self._memory(), deadline_s=config.liveness.transfer_s)
             self._start(undo)
             undo.pop_all()
         self.recorder.ready()
 
-    def _memory(self, device: str) -> Memory:
+    def _memory(self) -> Memory:
         pools = self.config.pools
         policy = Policy(
             order=pools.order,
@@ -97,7 +97,7 @@ class WorkerService:
         return Memory(
             capacity=self.planned.budget.capacity,
             policy=policy,
-            device=device,
+            device=pools.device,
             layout=self.planned.layouts[0],
             poison=pools.poison,
         )
@@ -243,6 +243,13 @@ def _require_one_rank(config: WorkerConfig) -> None:
             actual=f"pp {topology.pp}, tp {topology.tp}",
             hint="See sglang_pd.RankEndpoint. `check` and `explain` take any topology.",
         )
+
+
+def _on_own_device(config: WorkerConfig) -> WorkerConfig:
+    """`cuda` is the rank's own device, and this process has one rank."""
+    if config.pools.device != "cuda":
+        return config
+    return msgspec.structs.replace(config, pools=msgspec.structs.replace(config.pools, device="cuda:0"))
 
 
 def _require_environment(settings: BackendSettings, environ: Mapping[str, str]) -> None:
