@@ -18,6 +18,8 @@ from sglang_pd.server.errors import Failure
 
 PROBE_S: Final = 20.0
 """How long `/health_generate` waits for the engine."""
+CANCELLABLE: Final = ("queue", "compute", "hand_over", "decode")
+"""Stages of a request in which a client that goes away ends it; the names are those of `stages_s` in answers."""
 MAX_FLUSH_WAIT_S: Final = 600.0
 
 
@@ -83,6 +85,7 @@ async def server_info(request: Request, worker: Worker) -> Response:
             "max_running_requests": config.limits.max_rooms,
             "max_queued_requests": config.limits.queue_requests,
             "chunked_prefill_size": config.engine.chunk_tokens,
+            "cancellable": list(CANCELLABLE),
             "status": service.recorder.health().condition.value,
             "draining": service.draining,
             "instance": service.name,

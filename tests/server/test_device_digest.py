@@ -1,4 +1,4 @@
-"""Digests of rows through torch are those of the host's code; on device memory they differ in where the rows lie only."""
+"""Digests of rows through torch are those of the host's code, wherever the rows lie."""
 
 from __future__ import annotations
 
