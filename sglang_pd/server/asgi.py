@@ -21,7 +21,7 @@ from sglang_pd.server.errors import Failure
 
 log = logging.getLogger("sglang_pd.server")
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers read carries no token."""
 Value = TypeVar("Value")
 
@@ -58,11 +58,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) ->
             raise ClientGone
         return working.result()
     finally:
-        for task in (working, watching):
-            task.cancel()
-        for task in (working, watching):
-            with contextlib.suppress(BaseException):
-                await task
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait({working, watching})  # raises nothing of theirs, and lets our own cancellation through
 
 
 async def _gone(receive: Receive) -> None:
@@ -133,7 +131,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._token and not scope["path"].startswith(OPEN_PATHS) and not self._may(scope):
+        if self._token and scope["path"] not in OPEN_PATHS and not self._may(scope):
             error = {"type": "authentication_error", "code": "unauthorized", "message": "a bearer token is needed"}
             body = {"error": {**error, "param": "authorization", "leg": self._leg, "room": None, "retryable": False}}
             await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)

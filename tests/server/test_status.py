@@ -201,7 +201,7 @@ def test_a_bearer_token_guards_everything_but_probes() -> None:
         assert guarded.get("prefill", "/health").status_code == 200
         assert guarded.get("prefill", "/ready").status_code == 200
         assert guarded.get("prefill", "/metrics").status_code == 200
-        for path in ("/server_info", "/peers", "/v1/models"):
+        for path in ("/server_info", "/peers", "/v1/models", "/health_generate"):
             refused = guarded.get("prefill", path)
             assert refused.status_code == 401 and error_of(refused)["code"] == "unauthorized"
             assert guarded.get("prefill", path, authorization="Bearer wrong").status_code == 401
