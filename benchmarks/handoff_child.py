@@ -11,6 +11,7 @@ import select
 import sys
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Child:
     """An endpoint, and what is asked of it."""
 
     def __init__(self, conf: dict[str, Any]) -> None:
-        sys.setswitchinterval(0.0005)  # as the command line sets it
+        sys.setswitchinterval(float(os.environ.get("SWITCH_S", "0.0005")))  # as the command line sets it
         self.role, pages = conf["role"], conf["pages"]
         backend = create_backend(conf["backend"], epoch=new_epoch(), options=conf.get("options", {}))
         kv = ComponentSpec("KV", "tokens", (RegionSpec("k", (0,), "float32", 8, (64,)),))  # 2 KiB a token
@@ -45,7 +46,8 @@ class Child:
         config = ControlConfig(instance_id=conf["id"], model="bench", verify=conf.get("verify", "off"))
         kind = PrefillEndpoint if self.role == "prefill" else DecodeEndpoint
         self.endpoint: Any = kind(config, setup)
-        self.waiting: dict[int, int] = {}
+        self.heard: deque[Any] = deque()
+        self.heard_s = 0.0
 
     def lists(self, first: int, count: int, scattered: bool = False) -> Any:
         numbers = np.arange(first, first + count) if not scattered else np.random.default_rng(5).permutation(count)
@@ -59,9 +61,13 @@ class Child:
     def until(self, room: int, kinds: tuple[EventKind, ...]) -> float:
         """Waits for an event of a room; gives the time at which the engine's thread had it."""
         while True:
-            for event in self.events():
+            if not self.heard:
+                self.heard.extend(self.events())
+                self.heard_s = time.monotonic()
+            while self.heard:
+                event = self.heard.popleft()
                 if event.room == room and event.kind in kinds:
-                    return time.monotonic()
+                    return self.heard_s
 
     # --- one room -----------------------------------------------------------------------------------------------------
 

@@ -242,11 +242,20 @@ class RankAgent:
         """True while a fence is sought from the backend."""
         return self.destination.seeking
 
-    def step(self) -> bool:
-        """One turn: engine calls, transfers, fences. True while something of this rank is in flight."""
+    @property
+    def called(self) -> bool:
+        """True while engine calls wait."""
+        return bool(self._calls)
+
+    def step(self, *, progress: bool = True) -> bool:
+        """One turn: engine calls, transfers, fences. True while something of this rank is in flight.
+
+        progress: whether the backend is due, by its wake-up or its interval.
+        """
         for _ in range(len(self._calls)):
             self._calls.popleft()()  # each ends its own room if it fails
-        self.backend.progress()
+        if progress:
+            self.backend.progress()
         flying, was_seeking = self.source.step(), self.destination.seeking
         self.destination.step()
         if self._leaving_control and not flying and not self.destination.seeking:

@@ -160,10 +160,16 @@ class Link:
         except (zmq.ZMQError, KeyError):
             self.counts["send_dropped"] += len(frames)
 
-    def receive(self, most: int = 1_000) -> Iterator[tuple[Party, bytes]]:
-        """Frames that are there now, of at most `most` batches a socket. Too large a batch is dropped and counted."""
-        self._authenticate()
+    def receive(self, ready: set[object] | None = None, most: int = 1_000) -> Iterator[tuple[Party, bytes]]:
+        """Frames that are there now, of at most `most` batches a socket. Too large a batch is dropped and counted.
+
+        ready: only of these sockets; None: of all.
+        """
+        if ready is None or self._zap in ready:
+            self._authenticate()
         for name, router in self._routers.items():
+            if ready is not None and router not in ready:
+                continue
             for _ in range(most):
                 try:
                     parts = router.recv_multipart(zmq.DONTWAIT)
@@ -176,6 +182,8 @@ class Link:
                 else:
                     self.counts["malformed_frames"] += 1
         for number, dealer in list(self._dealers.items()):
+            if ready is not None and dealer not in ready:
+                continue
             for _ in range(most):
                 try:
                     parts = dealer.recv_multipart(zmq.DONTWAIT)

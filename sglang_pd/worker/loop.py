@@ -106,9 +106,10 @@ class WorkerLoop:
 
     def _run(self) -> None:
         poller, polled = zmq.Poller(), set[object]()
+        ready: set[object] | None = None
         while not self._stop:
-            busy = self._turn()
             try:
+                busy = self._turn(ready)
                 wanted = self._sources()
                 if wanted != polled:
                     for source in wanted - polled:
@@ -116,10 +117,10 @@ class WorkerLoop:
                     for source in polled - wanted:
                         poller.unregister(source)
                     polled = wanted
-                poller.poll(math.ceil(self._timeout_s(busy) * 1000))
+                ready = {source for source, _ in poller.poll(math.ceil(self._timeout_s(busy) * 1000))}
             except Exception as error:  # a poller that is beyond repair must not end the thread, nor spin it
                 self._fault(error, defect=True)
-                poller, polled = zmq.Poller(), set[object]()
+                poller, polled, ready = zmq.Poller(), set[object](), None
                 time.sleep(BUSY_WITHOUT_FD_S)
         with self._bell_lock:
             self._closed = True
@@ -129,28 +130,38 @@ class WorkerLoop:
         fd = self._agent.backend.wakeup_fd() if self._agent is not None else None
         return {self._bell, *self._link.sockets(), *(() if fd is None else (fd,))}
 
-    def _turn(self) -> bool:
+    def _turn(self, ready: set[object] | None) -> bool:
+        """One turn. ready: which sources have news; None: any may have.
+
+        Only those are asked: beside a busy engine thread every system call costs a wait for the interpreter.
+        """
         self.turns += 1
         self.last_turn_s = time.monotonic()
-        if self._rung:
-            self._rung = False
-            self._guard(lambda: os.eventfd_read(self._bell))
         for _ in range(len(self._calls)):
             self._guard(self._calls.popleft())
-        for party, frame in self._link.receive():
+        for party, frame in self._link.receive(ready):
             self._guard(lambda party=party, frame=frame: self._driven.on_frame(party, frame))  # type: ignore[misc]
-        busy = False
+        busy, progress = False, self._progress_due(ready)
 
         def step() -> None:
             nonlocal busy
-            busy = self._agent.step() if self._agent is not None else False
+            busy = self._agent.step(progress=progress) if self._agent is not None else False
 
         self._guard(step)
         self._guard(self._driven.turn)
         self._guard(step)  # orders that this turn gave start now, not at the next wake-up
         self._guard(self._driven.turn)
         self._guard(self._link.flush)
+        if self._rung:  # calls that came since then rang no more: `_timeout_s` sees them
+            self._rung = False
+            self._guard(lambda: os.eventfd_read(self._bell))
         return busy
+
+    def _progress_due(self, ready: set[object] | None) -> bool:
+        if self._agent is None or ready is None:
+            return True
+        fd = self._agent.backend.wakeup_fd()
+        return fd is None or fd in ready or self._agent.backend.progress_interval_s is not None
 
     def _guard(self, call: Callable[[], object]) -> None:
         try:
@@ -170,7 +181,7 @@ class WorkerLoop:
             log.warning("control thread fault %d: %s", self.faults, self.last_fault, exc_info=trace)
 
     def _timeout_s(self, busy: bool) -> float:
-        if self._calls or self._rung:
+        if self._calls or self._rung or (self._agent is not None and self._agent.called):
             return 0.0
         waits = [IDLE_S]
         due_s = self._driven.next_timer_s()

@@ -81,10 +81,10 @@ class BadLink:
         for _, party, frame in due:
             self._send(party, frame)
 
-    def receive(self, most: int = 1_000) -> Any:
+    def receive(self, *arguments: Any) -> Any:
         """Instead of `Link.receive`."""
         self._flush()
-        return self._receive(most)
+        return self._receive(*arguments)
 
 
 def _name(frame: bytes) -> str:
