@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -20,6 +21,8 @@ from sglang_pd.worker.service import WorkerService
 log = logging.getLogger("sglang_pd.server")
 
 POLL_S: Final = 0.1
+OBSERVE_TURNS: Final = 10
+"""The observer is told what only shows when somebody looks once in so many polls."""
 BACKLOG: Final = 2048
 
 
@@ -90,9 +93,13 @@ async def _serve(service: WorkerService, listener: socket.socket, on_ready: Call
 
 
 async def _end_when_drained(service: WorkerService, server: Any, told: list[int]) -> None:
-    while True:
+    for turn in itertools.count():
         await asyncio.sleep(POLL_S)
-        service.recorder.health()  # turns a stall into its dump, even when nobody asks
+        if turn % OBSERVE_TURNS == 0:
+            try:
+                service.observe()
+            except Exception:  # who watches must not keep the worker from ending
+                log.exception("a defect of the observer")
         if not told:
             continue
         if service.drained or service.overdue:

@@ -191,7 +191,7 @@ class Endpoint:
         peering = self.control.peering
         tables = (desk.counts, desk.prefill.counts, desk.decode.counts) if desk else ()
         for counts in (self.link.counts, *((peering.counts,) if peering else ()), *tables):
-            for name, value in counts.items():
+            for name, value in list(counts.items()):  # the control thread may add one meanwhile
                 stats[f"count_{name}"] = stats.get(f"count_{name}", 0.0) + value
         return stats
 

@@ -279,6 +279,10 @@ class Runner(abc.ABC):
         self.watch.levels(len(self.queued), self.bounds.max_queue, self.parts.allocator)
         return stepped or bool(self._calls)
 
+    def tell_levels(self) -> None:
+        """Tell the observer how full queue and pools are. On this thread (`call`)."""
+        self.watch.tell_levels(len(self.queued), self.bounds.max_queue, self.parts.allocator)
+
     def probe(self) -> int:
         """Compute one token on the engine's own memory, with no room: the token. On this thread (`call`).
 

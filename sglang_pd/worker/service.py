@@ -86,6 +86,12 @@ class WorkerService:
             undo.pop_all()
         self.recorder.ready()
 
+    def observe(self) -> None:
+        """Tell the observer what only shows when somebody looks. Every second or so, and before metrics are read."""
+        self.recorder.health()  # turns a stall into its dump
+        self.runner.watch.counts(self.endpoint.stats())
+        self.runner.call(self.runner.tell_levels)
+
     def _memory(self) -> Memory:
         pools = self.config.pools
         policy = Policy(

@@ -417,7 +417,8 @@ class SourceSide:
     @property
     def in_flight(self) -> int:
         """Transfers not yet DONE or FAILED."""
-        return sum(not t.quiesced for e in self._rooms.values() for f in e.flights for _, t in f.transfers)
+        flights = [flight for entry in list(self._rooms.values()) for flight in list(entry.flights)]
+        return sum(not transfer.quiesced for flight in flights for _, transfer in list(flight.transfers))
 
     @property
     def rooms(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sglang_pd.memory.allocator import Allocator, pool_name
@@ -27,6 +27,16 @@ LEVELS_S = 0.1
 """How often pools and queue are told while work goes on."""
 CONTROL = "control"
 """Whose decisions these are, in a dump."""
+
+_COUNTS: dict[str, tuple[Count, str]] = {
+    "unknown_room": (Count.UNKNOWN_ROOM, ""),
+    "unknown_fields": (Count.UNKNOWN_FIELD, "any"),
+    "expired_then_opened": (Count.UNKNOWN_ROOM, ""),
+}
+"""The control's counters that are metrics, with their label."""
+
+_CODES = {"lease_expired": Count.LEASE_EXPIRED, "room_duplicate": Count.DUPLICATE_ROOM}
+"""Causes that are counted."""
 
 _RESULTS = {EventKind.DONE: Result.DONE, EventKind.FAILED: Result.FAILED, EventKind.ABORTED: Result.ABORTED}
 
@@ -51,6 +61,7 @@ class Watch:
         self._rooms: dict[int, _Room] = {}
         self._lock = threading.RLock()
         self._told_s = 0.0
+        self._counted: dict[str, float] = {}
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -101,6 +112,19 @@ class Watch:
                 None if since_s is None else int(since_s * 1e9),
             )
         )
+
+    def counts(self, stats: Mapping[str, float]) -> None:
+        """Counters of the control plane as they stand now; what was added since the last call is told."""
+        with self._lock:
+            for name, value in stats.items():
+                counter = name.removeprefix("count_")
+                what, label = _COUNTS.get(counter, (None, ""))
+                if counter.startswith("refused_") and counter != "refused_by_peer":
+                    what, label = Count.MESSAGE_REFUSED, counter.removeprefix("refused_")
+                added = int(value - self._counted.get(name, 0))
+                if counter != name and what is not None and added > 0:
+                    self._counted[name] = value
+                    self.observer.count(what, label, added)
 
     # --- the control's thread ----------------------------------------------------------------------------------------
 
@@ -178,6 +202,8 @@ class Watch:
             known = self._rooms.get(event.room)
             if event.error is not None and event.error.code == "digest_mismatch" and known is not None:
                 self.observer.verified(known.key, "", 1, 1)
+            if event.error is not None and event.error.code in _CODES:
+                self.observer.count(_CODES[event.error.code])
             key = known.key if known is not None else RoomKey(event.room, event.generation)
             detail = f"[{event.error.code}] {event.error.message}" if event.error else ""
             self.observer.decision(CONTROL, event.kind.value, key, detail)
