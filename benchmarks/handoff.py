@@ -150,18 +150,18 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def overhead(rooms: int, rounds: int) -> dict[str, Any]:
-    """Over `local`: idle and busy, interleaved."""
-    idle, busy = Pair("local"), Pair("local")
-    for worker in (busy.prefill, busy.decode):
-        worker.ask("busy")
+    """Over `local`: idle and busy, interleaved; nothing spins while the idle case is measured."""
+    pair = Pair("local")
     taken: dict[str, list[float]] = {"idle": [], "busy": []}
-    for pair in (idle, busy):
-        [pair.one() for _ in range(20)]
+    [pair.one() for _ in range(20)]
     for _ in range(rounds):
-        taken["idle"] += [idle.one() for _ in range(rooms // rounds)]
-        taken["busy"] += [busy.one() for _ in range(max(10, rooms // rounds // 4))]
-    idle.close()
-    busy.close()
+        taken["idle"] += [pair.one() for _ in range(rooms // rounds)]
+        for worker in (pair.prefill, pair.decode):
+            worker.ask("busy", on=True)
+        taken["busy"] += [pair.one() for _ in range(max(10, rooms // rounds // 4))]
+        for worker in (pair.prefill, pair.decode):
+            worker.ask("busy", on=False)
+    pair.close()
     return {f"overhead_{name}_ms": quantiles(values) for name, values in taken.items()}
 
 

@@ -32,7 +32,7 @@ class Child:
     """An endpoint, and what is asked of it."""
 
     def __init__(self, conf: dict[str, Any]) -> None:
-        sys.setswitchinterval(float(os.environ.get("SWITCH_S", "0.0005")))  # as the command line sets it
+        sys.setswitchinterval(0.0005)  # as the command line sets it
         self.role, pages = conf["role"], conf["pages"]
         backend = create_backend(conf["backend"], epoch=new_epoch(), options=conf.get("options", {}))
         kv = ComponentSpec("KV", "tokens", (RegionSpec("k", (0,), "float32", 8, (64,)),))  # 2 KiB a token
@@ -48,6 +48,7 @@ class Child:
         self.endpoint: Any = kind(config, setup)
         self.heard: deque[Any] = deque()
         self.heard_s = 0.0
+        self.spinning = False
 
     def lists(self, first: int, count: int, scattered: bool = False) -> Any:
         numbers = np.arange(first, first + count) if not scattered else np.random.default_rng(5).permutation(count)
@@ -130,15 +131,17 @@ class Child:
             time.sleep(0.0002)
         return {"seconds": time.monotonic() - began_s}
 
-    def do_busy(self) -> None:
-        """A Python thread that never waits, as a scheduler beside the endpoint would be at worst."""
+    def do_busy(self, on: bool) -> None:
+        """A Python thread that never waits, as a scheduler beside the endpoint would be at worst; it comes and goes."""
+        self.spinning = on
 
         def spin() -> None:
             number = 0
-            while True:
+            while self.spinning:
                 number += 1
 
-        threading.Thread(target=spin, daemon=True).start()
+        if on:
+            threading.Thread(target=spin, daemon=True).start()
 
     def do_stats(self) -> dict[str, Any]:
         return dict(self.endpoint.stats())
