@@ -304,7 +304,15 @@ class PrefillRooms(RoomTable[PrefillRoom]):
 def _given_up(room: int, error: ErrorInfo | None) -> RoomError:
     """A request comes too late. Decode's own cause where that says what is wrong with the request itself."""
     facts = CODES.get(error.code) if error is not None else None
-    wrong = error is not None and facts is not None and facts.http_status == 400 and not facts.retryable
-    code = error.code if error is not None and wrong else "room_aborted"
-    why = f": {error.message}" if error is not None else ""
-    return RoomError(f"decode gave the room up before its request came{why}"[:MAX_TEXT], code=code, actual=room)
+    if error is None or facts is None or facts.http_status != 400 or facts.retryable:
+        why = f": {error.message}" if error is not None else ""
+        text = f"decode gave the room up before its request came{why}"[:MAX_TEXT]
+        return RoomError(text, code="room_aborted", actual=room)
+    return RoomError(
+        error.message,
+        code=error.code,
+        where=error.where,
+        expected=error.expected,
+        actual=error.actual,
+        hint=error.hint,
+    )

@@ -13,7 +13,7 @@ from sglang_pd.protocol.rooms_decode import DecodeRooms
 from .pair import LIMITS, LIVENESS_S
 from .test_room_table import NOW_S, REQUEST, answers, decode, prefill
 
-CAUSE = ErrorInfo(code="prompt_too_long", message="the request can never fit")
+CAUSE = ErrorInfo(code="prompt_too_long", message="the request can never fit", expected="<= 5", actual="7")
 
 
 def declined(table: DecodeRooms, room: int) -> Abort:
@@ -43,12 +43,19 @@ def test_a_waiting_request_fails_with_the_cause(draining: bool) -> None:
 def test_a_request_that_comes_later_fails_as_well() -> None:
     table, source = fresh(), prefill()
     source.receive(22, declined(table, 1), NOW_S)
-    try:
-        effects = source.request(1, REQUEST, NOW_S)
-    except RoomError as error:
-        assert error.code == CAUSE.code
-    else:
-        assert [effect.error for effect in effects if isinstance(effect, Ended)] == [CAUSE]
+    with pytest.raises(RoomError) as caught:
+        source.request(1, REQUEST, NOW_S)
+    assert caught.value.info() == CAUSE
+
+
+def test_a_cause_that_is_not_of_the_request_is_only_mentioned() -> None:
+    table, source = fresh(), prefill()
+    cause = ErrorInfo(code="pool_exhausted", message="no memory")
+    (message,) = answers(table.decline(1, 11, cause))
+    source.receive(22, message, NOW_S)
+    with pytest.raises(RoomError, match="no memory") as caught:
+        source.request(1, REQUEST, NOW_S)
+    assert caught.value.code == "room_aborted"
 
 
 def test_a_room_that_runs_is_not_declined() -> None:
