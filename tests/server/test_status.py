@@ -146,7 +146,9 @@ def test_a_second_request_in_a_room_harms_nobody(pair: Pair) -> None:
             return await first, second
 
     first, second = pair.ask(three())
-    assert 'sglang_pd_duplicate_room_total{backend="local",role="decode"} 0.0' not in pair.get("decode", "/metrics").text
+    assert (
+        'sglang_pd_duplicate_room_total{backend="local",role="decode"} 0.0' not in pair.get("decode", "/metrics").text
+    )
     assert first.status_code == 200 and len(first.json()["output_ids"]) == 4
     assert second.status_code == 409 and error_of(second)["code"] == "room_duplicate"
     assert pair.settled()
