@@ -58,6 +58,8 @@ class Runner(abc.ABC):
         self._endpoint = endpoint
         self._calls: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell_lock = threading.Lock()
+        self._closed = False
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.queued: deque[Waiting] = deque()
@@ -139,12 +141,17 @@ class Runner(abc.ABC):
     def call(self, call: Callable[[], None]) -> None:
         """Run a call on the engine's thread."""
         self._calls.append(call)
-        os.eventfd_write(self._bell, 1)
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._bell_lock:  # after the thread's end the bell's number may be somebody else's
+            if not self._closed:
+                os.eventfd_write(self._bell, 1)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after its step."""
         self._stop = True
-        os.eventfd_write(self._bell, 1)
+        self._ring()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -251,7 +258,9 @@ class Runner(abc.ABC):
             busy = self._guarded_turn()
             if not busy and not self._stop:
                 select.select([self._bell, self._endpoint.wakeup_fd()], [], [], IDLE_S)
-        os.close(self._bell)
+        with self._bell_lock:
+            self._closed = True
+            os.close(self._bell)
 
     def _guarded_turn(self) -> bool:
         try:
