@@ -144,8 +144,8 @@ def test_what_is_outstanding_is_bounded_and_all_of_it_moves(bench: Bench) -> Non
 
 
 def test_past_its_deadline_it_is_unknown_then_what_it_proves_to_be(bench: Bench) -> None:
-    whole, part = bench.post([64], 0.05), bench.post([1000] * 300, 0.05)
-    waiting = bench.post([1000] * 300, 0.05)
+    whole, part = bench.post([64], 0.5), bench.post([1000] * 300, 0.5)
+    waiting = bench.post([1000] * 300, 0.5)
     assert becomes(whole, UNKNOWN) and becomes(part, UNKNOWN)
     assert becomes(waiting, FAILED)  # nothing of it was ever submitted
     assert {one.error.code for one in (whole, part, waiting) if one.error} == {"transfer_timeout"}

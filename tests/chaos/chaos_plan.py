@@ -56,6 +56,7 @@ def options(draw: random.Random, backend: str) -> dict[str, Any]:
     ]
     return {
         "inner": backend,
+        "inner_options": {"insecure_data_plane": True} if backend == "mooncake" else {},
         "seed": draw.randrange(2**31),
         "faults": [{"at": 1, "every": 1, **fault} for fault in faults],
     }
@@ -77,8 +78,18 @@ def worker(draw: random.Random, role: str, number: int, backend: str) -> dict[st
         "peer_wait_s": 6.0,
         "limits": STATUS,
         "bad_link": True,
-        "verify": draw.choice(["full", "full", "sampled"]) if role == "none" else "full",
+        "verify": "full",
+        "env": environment(backend),
     }
+
+
+def environment(backend: str) -> dict[str, str]:
+    """What the transport's library must find; set in the worker's process alone."""
+    if backend == "mooncake":
+        from sglang_pd.backends.mooncake import environment as of_mooncake
+
+        return dict(of_mooncake({"insecure_data_plane": True}))
+    return {"UCX_TLS": "tcp,self"} if backend == "nixl" else {}
 
 
 def steps(seed: int, rooms: int) -> Iterator[Step]:
