@@ -9,6 +9,10 @@ import pytest
 from support.worker_pair import finished, hand_over, oracles, start_pair, start_room, wait_until
 from support.worker_process import WorkerProcess, free_address
 
+from sglang_pd.protocol.messages import MESSAGES
+
+EVERYTHING = sorted(kind.__name__ for kind in MESSAGES.values())
+
 
 def agreed(worker: WorkerProcess) -> list[str]:
     """Instances that this one agrees with now."""
@@ -86,6 +90,25 @@ def test_prefill_killed_and_replaced_at_its_address(rounds: int) -> None:
         with prefill:
             wait_until(lambda: decode.ask("check")["fds"] <= before["fds"] + 3)
             oracles(prefill, decode)
+
+
+def test_a_link_that_is_dead_for_a_while_parts_one_pair_alone() -> None:
+    """FR-04: both processes live and give each other up; others do not notice; then the pair shakes hands anew."""
+    quick = {"liveness_s": 1.0, "bad_link": True, "pages": 60}
+    prefill, decode = start_pair(quick, quick)
+    with prefill, decode, WorkerProcess("decode", id="decode-1", pages=60, liveness_s=10.0) as other:
+        other.ask("connect", address=prefill.address)
+        p, d = start_room(prefill, decode, 1, 40, chunks=[10, 20, 30], pause_s=0.4)
+        p2, d2 = start_room(prefill, other, 2, 40, chunks=[10, 20, 30], pause_s=0.4)
+        wait_until(lambda: prefill.ask("stats")["stats"]["bytes_written"] > 0)
+        decode.ask("frames", rules=[{"types": EVERYTHING, "drop": 1.0}])
+        assert prefill.end_of(p)["code"] == "peer_lost"
+        finished(prefill, other, p2, d2)
+        decode.ask("frames", rules=[])
+        decode.released(d)
+        wait_until(lambda: agreed(prefill) == ["decode-0", "decode-1"])
+        hand_over(prefill, decode, 3, 20)
+        oracles(prefill, decode, other)
 
 
 def test_a_decode_that_dies_frees_prefills_memory_and_a_slow_one_keeps_it() -> None:
