@@ -7,6 +7,7 @@ A process with one rank holds control and rank together. An instance of several 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 from collections import deque
@@ -32,6 +33,8 @@ from sglang_pd.worker.memory_view import DeviceDigest
 from sglang_pd.worker.remote_rank import RemoteRank
 from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.watch import Watch
+
+log = logging.getLogger("sglang_pd.worker")
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -200,7 +203,9 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        self._loop.stop()
+        if not self._loop.stop():
+            log.error("the control thread does not end; its sockets stay open rather than being closed under it")
+            return
         self.link.close()
         os.close(self._event_fd)
 
