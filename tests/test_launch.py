@@ -187,6 +187,13 @@ def test_a_worker_that_cannot_be_built_says_why(document: dict[str, Any], where:
         WorkerService(load_worker({"role": "prefill", "network": {"bootstrap_port": 0}, **document}))
 
 
+def test_a_process_that_cannot_close_ends_all_the_same() -> None:
+    program = "import time; from sglang_pd.launch.worker import ends_within\nwith ends_within(0.2): time.sleep(60)"
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=40, check=False)
+    assert done.returncode == 1 and time.monotonic() - began_s < 40
+
+
 def test_up_ends_everything_on_ctrl_c_and_when_killed(tmp_path: Path) -> None:
     path = tmp_path / "up.yaml"
     path.write_text(json.dumps(DOCUMENT))

@@ -11,7 +11,12 @@ from sglang_pd.cli.worker import NEEDED, require
 from sglang_pd.launch.plan import load_deployment
 
 SourceArgument = Annotated[
-    str, typer.Argument(metavar="[FILE]", help="A YAML file, or a checkpoint folder. Without: the reference engine.")
+    str,
+    typer.Argument(
+        metavar="[FILE]",
+        help="A checkpoint folder, or a YAML file: a worker's keys, for both; under prefill:, decode: and router: those"
+        " of one. Without: the reference engine.",
+    ),
 ]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +23,8 @@ log = logging.getLogger("sglang_pd.launch")
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long a thread keeps the interpreter: the engine's must not delay the control's by Python's default of 5 ms."""
 READY: Final = "ready"
+CLOSE_S: Final = 20.0
+"""How long threads, sockets and the transport may take to close, once everything is drained."""
 
 
 def run_worker(config: WorkerConfig) -> None:
@@ -41,7 +46,25 @@ def run_worker(config: WorkerConfig) -> None:
         try:
             serve(service, listener, on_ready=lambda: announce(facts(service, http)))
         finally:
-            service.close()
+            with ends_within(CLOSE_S):
+                service.close()
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """What is done in the block has so long; then this process ends without it, for it has nothing else to do."""
+
+    def end() -> None:
+        log.error("closing took longer than %g s; the process ends without it", seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def facts(service: WorkerService, http: Address) -> dict[str, Any]:
