@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import httpx
 
 from sglang_pd.router import failures
 from sglang_pd.router.failures import Failure, Leg, RequestFailed, own
 from sglang_pd.router.worker import Incarnation, Worker
-
-EPOCH_HEADER: Final = "x-sglang-pd-epoch"
-"""Sent with the epoch that a room is pinned to; a worker that answers with another one was replaced meanwhile."""
-
-STAGE_PREFILL, STAGE_TRANSFER, STAGE_DECODE = "prefill", "transfer", "decode"
-"""What a worker may declare cancellable: the prefill leg; the decode leg before and after its first byte."""
+from sglang_pd.worker.http_terms import EPOCH_HEADER, STAGE_DECODE, STAGE_PREFILL, STAGE_TRANSFER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +60,11 @@ class WorkerLeg:
             self._response = await post.client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise RequestFailed(failures.broken(self.leg, worker.url, _what(error))) from None
-        if self._response.status_code >= 300:
-            raise RequestFailed(await self._refusal(self._response))
         answered = self._response.headers.get(EPOCH_HEADER, "")
         if answered and self.life.epoch and answered.lower() != self.life.epoch:
             raise RequestFailed(self.replaced(f"{worker.url} answered as epoch {answered[:64]}, not {self.life.epoch}"))
+        if self._response.status_code >= 300:
+            raise RequestFailed(await self._refusal(self._response))
         self._chunks = self._response.aiter_raw()
 
     async def read(self) -> bytes:

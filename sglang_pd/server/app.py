@@ -44,7 +44,12 @@ def build_app(service: WorkerService) -> ASGIApp:
     tokenizer = tokenizer_of(config.engine.options, service.parts.facts)
     worker = Worker(service, tokenizer, model_name(service))
     routes = [Route(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
-    return Guard(Router(routes, default=_nowhere), leg=worker.leg, bearer_token=config.security.bearer_token)
+    return Guard(
+        Router(routes, default=_nowhere),
+        leg=worker.leg,
+        epoch=worker.epoch,
+        bearer_token=config.security.bearer_token,
+    )
 
 
 def model_name(service: WorkerService) -> str:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.server.bodies import MAX_BODY_BYTES
 from sglang_pd.server.errors import Failure
+from sglang_pd.worker.http_terms import EPOCH_HEADER
 
 log = logging.getLogger("sglang_pd.server")
 
@@ -121,10 +122,10 @@ async def _close(events: AsyncIterator[bytes]) -> None:
 
 
 class Guard:
-    """Outermost layer: the bearer token, and every error as JSON."""
+    """Outermost layer: the bearer token, the epoch a request is meant for, and every error as JSON."""
 
-    def __init__(self, app: ASGIApp, *, leg: str, bearer_token: str) -> None:
-        self._app, self._leg, self._token = app, leg, bearer_token.encode()
+    def __init__(self, app: ASGIApp, *, leg: str, epoch: str, bearer_token: str) -> None:
+        self._app, self._leg, self._epoch, self._token = app, leg, epoch, bearer_token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -140,17 +141,33 @@ class Guard:
 
         async def sending(message: Any) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[EPOCH_HEADER] = self._epoch
             await send(message)
 
         try:
+            self._check_epoch(scope)
             await self._app(scope, receive, sending)
         except ClientGone:
             log.info("%s: the client went away", scope["path"])
         except Exception as error:
             failure = self._failure(error, scope["path"])
             if not started:
-                await failure.response(self._leg)(scope, receive, send)
+                await failure.response(self._leg)(scope, receive, sending)
+
+    def _check_epoch(self, scope: Scope) -> None:
+        """A room is pinned to one life of a worker: another one must not take its request. Raises `RoomError`."""
+        meant = Headers(scope=scope).get(EPOCH_HEADER, self._epoch)
+        if meant.lower() != self._epoch:
+            raise RoomError(
+                "the request is meant for another incarnation of this worker",
+                code="epoch_stale",
+                where=EPOCH_HEADER,
+                expected=self._epoch,
+                actual=meant[:64],
+                hint="Ask /server_info for the epoch; a router does so by itself.",
+            )
 
     def _may(self, scope: Scope) -> bool:
         given = Headers(scope=scope).get("authorization", "")

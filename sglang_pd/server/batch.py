@@ -25,6 +25,11 @@ class Worker:
         """Which half of a hand-over this is."""
         return self.service.role.value
 
+    @property
+    def epoch(self) -> str:
+        """This incarnation, 16 hexadecimal digits."""
+        return f"{self.service.backend.epoch:016x}"
+
 
 @contextlib.contextmanager
 def started(worker: Worker, asks: list[Ask]) -> Iterator[list[Sequence]]:

@@ -15,11 +15,10 @@ from sglang_pd.protocol.room import Role
 from sglang_pd.protocol.version import PROTOCOL_VERSION
 from sglang_pd.server.batch import Worker
 from sglang_pd.server.errors import Failure
+from sglang_pd.worker.http_terms import CANCELLABLE
 
 PROBE_S: Final = 20.0
 """How long `/health_generate` waits for the engine."""
-CANCELLABLE: Final = ("queue", "compute", "hand_over", "decode")
-"""Stages of a request in which a client that goes away ends it; the names are those of `stages_s` in answers."""
 MAX_FLUSH_WAIT_S: Final = 600.0
 
 
@@ -89,7 +88,7 @@ async def server_info(request: Request, worker: Worker) -> Response:
             "status": service.recorder.health().condition.value,
             "draining": service.draining,
             "instance": service.name,
-            "epoch": f"{service.backend.epoch:016x}",
+            "epoch": worker.epoch,
             "engine": config.engine.name,
             "fingerprint": service.parts.facts.fingerprint,
             "kinds": list(service.planned.manifest.kinds),

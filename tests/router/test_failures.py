@@ -17,6 +17,7 @@ from support.fake_workers import Cluster, Cut, FakeWorker, Stream, cluster, even
 from sglang_pd.config import Address
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.router import Router, Target
+from sglang_pd.worker.http_terms import CANCELLABLE
 
 NO_RETRY: dict[str, Any] = {"retries": 0}
 BROKEN = {"error": {"code": "transfer_failed", "message": "the cable is out", "retryable": True}}
@@ -472,7 +473,7 @@ def test_a_worker_that_does_not_cancel_keeps_its_load() -> None:  # RT-12
 
         async with cluster(prepare=declare, **NO_RETRY) as c:
             prefill, decode = c.router.fleet.workers
-            assert prefill.cancellable == {"transfer", "decode"} and decode.cancellable is None
+            assert prefill.cancellable == {"transfer", "decode"} and decode.cancellable == set(CANCELLABLE)
             c.prefill.hold = asyncio.Event()
             c.decode.fail = (500, BROKEN, {})
             assert (await c.generate()).status_code == 502

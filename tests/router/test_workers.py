@@ -359,12 +359,13 @@ def test_a_new_incarnation_is_judged_anew() -> None:
     run(test())
 
 
-def test_an_answer_of_another_epoch_is_not_believed() -> None:
+@pytest.mark.parametrize("status", [200, 409])
+def test_an_answer_of_another_epoch_is_not_believed(status: int) -> None:
     async def test() -> None:
         async with cluster(timeouts={"probe_s": 60}, **NO_RETRY) as c:
 
             async def other(worker: FakeWorker, body: Any, request: Any) -> Any:
-                return JSONResponse({}, headers={"x-sglang-pd-epoch": "1"})
+                return JSONResponse({}, status, headers={"x-sglang-pd-epoch": "1"})
 
             c.decode.script, c.prefill.hold = other, asyncio.Event()
             answer = await c.generate()

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from support.serving import Pair, document, pair_of
 
+from sglang_pd.router.leg import STAGE_DECODE, STAGE_PREFILL, STAGE_TRANSFER
+
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 
@@ -35,10 +37,26 @@ def test_facts(pair: Pair) -> None:
         assert info["disaggregation_mode"] == leg and info["model_path"] == "reference" and info["status"] == "ready"
         service = getattr(pair, leg)
         assert info["epoch"] == f"{service.backend.epoch:016x}" and info["page_size"] == 16
+        assert set(info["cancellable"]) == {STAGE_PREFILL, STAGE_TRANSFER, STAGE_DECODE}
         model = pair.get(leg, "/model_info").json()
         assert model["is_generation"] and (model["vocab_size"], model["eos_token_id"]) == (251, 2)
         (entry,) = pair.get(leg, "/v1/models").json()["data"]
         assert entry["id"] == "reference" and entry["max_model_len"] == model["max_model_len"] == 1024
+
+
+def test_a_request_for_another_incarnation_is_refused(pair: Pair) -> None:
+    for leg in ("prefill", "decode"):
+        epoch = pair.get(leg, "/server_info").json()["epoch"]
+        assert pair.get(leg, "/health").headers["x-sglang-pd-epoch"] == epoch
+        other = f"{int(epoch, 16) ^ 1:016x}"
+        for path in ("/generate", "/v1/completions"):
+            answer = pair.get(leg, path, "POST", **{"x-sglang-pd-epoch": other})
+            error = error_of(answer)
+            assert (answer.status_code, error["code"], error["retryable"]) == (409, "epoch_stale", True)
+            assert epoch in error["message"] and other in error["message"]
+            assert answer.headers["x-sglang-pd-epoch"] == epoch
+        meant = {"x-sglang-pd-epoch": epoch.upper()}
+        assert pair.get(leg, "/health", **meant).status_code == 200
 
 
 def test_peers_show_the_verdict(pair: Pair) -> None:

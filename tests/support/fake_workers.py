@@ -24,6 +24,7 @@ from starlette.routing import Route
 from sglang_pd.config import Address
 from sglang_pd.router import Router
 from sglang_pd.router.serve import listen
+from sglang_pd.worker.http_terms import CANCELLABLE
 
 Script = Callable[["FakeWorker", dict[str, Any], Request], Awaitable[Response | None]]
 
@@ -94,6 +95,7 @@ class FakeWorker:
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
             return JSONResponse({}, 401)
         facts = {"instance": self.instance, "epoch": self.epoch, "disaggregation_mode": self.role}
+        facts["cancellable"] = list(CANCELLABLE)
         return JSONResponse({**facts, "internal_states": [{}], **self.info})
 
     async def _model(self, request: Request) -> Response:
