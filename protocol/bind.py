@@ -1,7 +1,7 @@
 """From a plan and a room's index lists to descriptors: numpy broadcasting over cached geometry, checked once.
 
 `RoomIndices` checks both sides' lists against their own count rules, for all ranks. `bind` turns a chunk of tokens into
-a `WriteBatch`. Nothing here loops over pages, tokens or layers in Python.
+a `GridBatch`. Nothing here loops over pages, tokens or layers in Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.protocol.batch import U64, Grid, GridBatch, WriteBatch
+from sglang_pd.protocol.batch import U64, Grid, GridBatch
 from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.idx import I64, Idx, mismatch
 from sglang_pd.protocol.kinds import Elements, Prompt, Validity, first_page, kind_of, list_count, list_tokens
@@ -99,8 +99,10 @@ def check_lists(needed: Mapping[AnySpace, str], lists: IndexLists, prompt: Promp
                 "an index is reserved for padding", code="index_invalid", where=where,
                 expected=f">= {space.reserve}", actual=int(values.min()), component=kind,
             )  # fmt: skip
+        if want < 2:
+            continue
         ordered = np.sort(values)
-        if want > 1 and bool((ordered[1:] == ordered[:-1]).any()):
+        if bool((ordered[1:] == ordered[:-1]).any()):
             twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
             raise PlanError("an index appears twice", code="index_invalid", where=where, actual=twice, component=kind)
 
@@ -130,6 +132,8 @@ class RoomIndices:
 
         A list that was given before may come again, but not as another one: chunks were bound to the first.
         """
+        if not late and all(space in self.src for space in needed.src):
+            return self  # all were given before, and checked then
         for space, idx in late.items():
             if self.src.get(space, idx) != idx:
                 kind = needed.src.get(space, "")
@@ -181,8 +185,8 @@ def chunk_elements(kind: str, space: AnySpace, prompt: Prompt, chunk: Chunk) -> 
     return Elements(start, max(start, stop))
 
 
-def bind(plan: Plan, room: RoomIndices, chunk: Chunk) -> WriteBatch:
-    """Descriptors of what the chunk makes ready; none for an empty plan.
+def bind(plan: Plan, room: RoomIndices, chunk: Chunk) -> GridBatch:
+    """Descriptors of what the chunk makes ready, each grid of one kind; none for an empty plan.
 
     A chunk that is not the last may end anywhere: streaming components move the token rows it covers. Offsets and
     lengths are in range by construction: lists were checked against their spaces, regions against their segments.

@@ -31,7 +31,9 @@ LayerBound = Annotated[int, Meta(ge=0, le=2**32)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=2_000)]
-Value = Annotated[str, Meta(max_length=512)]
+MAX_VALUE = 512
+"""Characters of a request's name, a trace context, a version."""
+Value = Annotated[str, Meta(max_length=MAX_VALUE)]
 Millis = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 
 MAX_MANIFEST_BYTES = 24 * 2**20

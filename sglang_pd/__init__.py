@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang_pd.worker.endpoint import PrefillEndpoint as PrefillEndpoint
     from sglang_pd.worker.endpoint import RankEndpoint as RankEndpoint
     from sglang_pd.worker.endpoint import RankSetup as RankSetup
+    from sglang_pd.worker.endpoint import Trace as Trace
     from sglang_pd.worker.endpoint import new_epoch as new_epoch
     from sglang_pd.worker.events import EventKind as EventKind
     from sglang_pd.worker.events import RoomEvent as RoomEvent
@@ -28,6 +29,7 @@ _WHERE = {
     "PrefillEndpoint": "sglang_pd.worker.endpoint",
     "RankEndpoint": "sglang_pd.worker.endpoint",
     "RankSetup": "sglang_pd.worker.endpoint",
+    "Trace": "sglang_pd.worker.endpoint",
     "new_epoch": "sglang_pd.worker.endpoint",
     "EventKind": "sglang_pd.worker.events",
     "RoomEvent": "sglang_pd.worker.events",

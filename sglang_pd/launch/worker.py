@@ -16,12 +16,11 @@ from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, 
 from sglang_pd.config.address import Address
 from sglang_pd.observe import configure_logging
 from sglang_pd.server.serve import listen, serve
+from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.service import WorkerService
 
 log = logging.getLogger("sglang_pd.launch")
 
-SWITCH_INTERVAL_S: Final = 0.0005
-"""How long a thread keeps the interpreter: the engine's must not delay the control's by Python's default of 5 ms."""
 READY: Final = "ready"
 CLOSE_S: Final = 20.0
 """How long threads, sockets and the transport may take to close, once everything is drained."""

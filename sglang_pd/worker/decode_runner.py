@@ -12,7 +12,7 @@ from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.room import Role
-from sglang_pd.worker.endpoint import DecodeEndpoint
+from sglang_pd.worker.endpoint import DecodeEndpoint, Trace
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token
 from sglang_pd.worker.parts import Parts
@@ -199,7 +199,13 @@ class DecodeRunner(Runner):
         lease.arm()
         self.parts.pools.arm(lease.tables())
         try:
-            handle = self._decode_endpoint.open(job.room, job.address, job.token_ids, lease.lists(Prompt(tokens)))
+            handle = self._decode_endpoint.open(
+                job.room,
+                job.address,
+                job.token_ids,
+                lease.lists(Prompt(tokens)),
+                trace=Trace(job.request_id, job.traceparent),
+            )
         except BaseException:
             self.parts.pools.disarm(lease.generation)
             lease.disarm()

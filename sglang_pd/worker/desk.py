@@ -131,7 +131,9 @@ class RoomDesk:
             self._refuse(facts, error)
             return
         self._known[Role.PREFILL, facts.room] = _Known(facts)
-        self.watch.requested(facts.room, facts.request_id, facts.prompt_tokens)
+        self.watch.requested(
+            facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens
+        )  # fmt: skip
         self._carry(Role.PREFILL, effects)
 
     def computed(self, room: int, now_s: float) -> None:

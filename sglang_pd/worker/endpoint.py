@@ -23,6 +23,7 @@ from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
+from sglang_pd.protocol.messages import MAX_VALUE
 from sglang_pd.worker.agent import RankAgent, RankFacts
 from sglang_pd.worker.control import PEERS, RANKS, InstanceControl
 from sglang_pd.worker.desk import RoomFacts
@@ -221,11 +222,24 @@ def pack_lists(lists: IndexLists) -> tuple[IndexList, ...]:
     return tuple(pack_indices(space.digest, idx.lower()) for space, idx in lists.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """How records and traces name a request. parent: W3C `traceparent`. Both are cut after 512 characters."""
+
+    request_id: str = ""
+    parent: str = ""
+
+
+UNTRACED: Final = Trace()
+
+
 class PrefillEndpoint(Endpoint):
     """Prefill's side: `request` a room, `send` its chunks, `finish` with the record, wait for RELEASABLE."""
 
-    def request(self, room: int, token_ids: TokenIds, lists: IndexLists, *, request_id: str = "") -> int:
+    def request(self, room: int, token_ids: TokenIds, lists: IndexLists, *, trace: Trace = UNTRACED) -> int:
         """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle its events carry.
+
+        trace goes into this side's records.
 
         Lists of spaces that only after-last kinds use (a sliding window's pages) may come with the last `send`. Memory
         in `lists` must stay untouched by others until RELEASABLE.
@@ -233,7 +247,7 @@ class PrefillEndpoint(Endpoint):
         Raises `RoomError` (`room_duplicate`) for a room that is in use here; other refusals (it ended before, the
         worker drains) come as FAILED.
         """
-        facts = _facts(self._enter(room), room, token_ids, lists, request_id)
+        facts = _facts(self._enter(room), room, token_ids, lists, trace)
         self._loop.submit(lambda: self.control.request(facts))
         return facts.handle
 
@@ -260,12 +274,22 @@ class DecodeEndpoint(Endpoint):
         """Shake hands with the prefill instance at `address` (`tcp://host:port`) before the first room needs it."""
         self._loop.submit(lambda: self.control.call(address))
 
-    def open(self, room: int, address: str, token_ids: TokenIds, lists: IndexLists, *, prefix_tokens: int = 0) -> int:
+    def open(
+        self,
+        room: int,
+        address: str,
+        token_ids: TokenIds,
+        lists: IndexLists,
+        *,
+        prefix_tokens: int = 0,
+        trace: Trace = UNTRACED,
+    ) -> int:
         """Open `room` at the prefill instance behind `address`. lists: indices of tokens [prefix_tokens, L).
 
         The memory in `lists` belongs to the room until RELEASABLE. Returns the handle that its events carry.
+        trace goes into this side's records, and to prefill.
         """
-        facts = _facts(self._enter(room), room, token_ids, lists, "", prefix_tokens)
+        facts = _facts(self._enter(room), room, token_ids, lists, trace, prefix_tokens)
         self._loop.submit(lambda: self.control.open(facts, address))
         return facts.handle
 
@@ -276,7 +300,7 @@ class DecodeEndpoint(Endpoint):
 
 
 def _facts(
-    handle: int, room: int, token_ids: TokenIds, lists: IndexLists, request_id: str, prefix_tokens: int = 0
+    handle: int, room: int, token_ids: TokenIds, lists: IndexLists, trace: Trace, prefix_tokens: int = 0
 ) -> RoomFacts:
     return RoomFacts(
         handle=handle,
@@ -285,7 +309,8 @@ def _facts(
         prompt_digest=prompt_digest(token_ids),
         lists=pack_lists(lists),
         prefix_tokens=prefix_tokens,
-        request_id=request_id,
+        request_id=trace.request_id[:MAX_VALUE],
+        traceparent=trace.parent[:MAX_VALUE],
     )
 
 

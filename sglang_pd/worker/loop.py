@@ -23,6 +23,9 @@ from sglang_pd.worker.link import Link, Party
 
 log = logging.getLogger("sglang_pd.worker")
 
+SWITCH_INTERVAL_S: Final = 0.0001
+"""For `sys.setswitchinterval`, in processes that are ours: how long an engine thread that computes in Python keeps the
+interpreter from the control thread. With Python's default of 5 ms every wake-up of a hand-over may wait that long."""
 IDLE_S: Final = 0.25
 """Longest sleep: bounds how late a silent loss is noticed when nothing else wakes the loop."""
 BUSY_WITH_FD_S: Final = 0.02

@@ -11,7 +11,7 @@ from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.room import Role
-from sglang_pd.worker.endpoint import PrefillEndpoint
+from sglang_pd.worker.endpoint import PrefillEndpoint, Trace
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Failed, Finished, Job, Scores, Token
 from sglang_pd.worker.parts import Parts
@@ -145,7 +145,9 @@ class PrefillRunner(Runner):
             request = Request(job.request_id, job.token_ids, job.sampling, score=job.score)
             self.parts.engine.start(request, lease.tables())
             lists = lease.lists(Prompt(tokens), windows=False)
-            handle = self._prefill_endpoint.request(job.room, job.token_ids, lists, request_id=job.request_id)
+            handle = self._prefill_endpoint.request(
+                job.room, job.token_ids, lists, trace=Trace(job.request_id, job.traceparent)
+            )
         except BaseException:
             self.parts.engine.release(job.request_id)
             lease.release()

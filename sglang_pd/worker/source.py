@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
-from sglang_pd.protocol.batch import WriteBatch
+from sglang_pd.protocol.batch import GridBatch
 from sglang_pd.protocol.bind import Chunk, IndexLists, RoomIndices, bind
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Elements
@@ -96,20 +93,16 @@ class _Meeting:
     pairing: Pairing
     peers: dict[RankId, Peer]
     fault: bool = False
-    kinds: dict[RankId, list[tuple[str, NDArray[np.uint32]]]] = field(default_factory=dict)
+    kinds: dict[RankId, dict[int, str]] = field(default_factory=dict)
+    """By destination rank, the kind of each of its regions."""
 
-    def moved(self, dst: RankId, batch: WriteBatch) -> Iterator[tuple[str, int, int]]:
-        """Kind, bytes and descriptors of a batch for one destination rank."""
+    def moved(self, dst: RankId, batch: GridBatch) -> Iterator[tuple[str, int, int]]:
+        """Kind, bytes and descriptors of each grid of a batch for one destination rank."""
         if dst not in self.kinds:
             numbers = region_numbers(self.pairing.decode.rank(dst))
-            self.kinds[dst] = [
-                (kind, np.array([number for number, _ in regions.values()], np.uint32))
-                for kind, regions in numbers.items()
-            ]
-        for kind, regions in self.kinds[dst]:
-            mine = np.isin(batch.dst_region, regions)
-            if count := int(np.count_nonzero(mine)):
-                yield kind, int(batch.length[mine].sum(dtype=np.uint64)), count
+            self.kinds[dst] = {number: kind for kind, regions in numbers.items() for number, _ in regions.values()}
+        for grid in batch.grids:
+            yield self.kinds[dst][int(grid.dst_region[0])], grid.total_bytes, len(grid)
 
 
 class SourceSide:

@@ -128,11 +128,12 @@ class Watch:
 
     # --- the control's thread ----------------------------------------------------------------------------------------
 
-    def requested(self, room: int, request_id: str, prompt_tokens: int) -> None:
+    def requested(self, room: int, request_id: str, traceparent: str, *, prompt_tokens: int) -> None:
         """Prefill: the room's request is with the control."""
         with self._lock:
             if room not in self._rooms:
-                self._open(room, Seen(request_id=request_id, prompt_tokens=prompt_tokens), Stage.QUEUE)
+                facts = Seen(request_id=request_id, traceparent=traceparent, prompt_tokens=prompt_tokens)
+                self._open(room, facts, Stage.QUEUE)
 
     def opened(self, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
         """Decode opens the room."""

@@ -16,6 +16,7 @@ from support.serving import Oracle, Pair, document, pair_of
 from sglang_pd.cli.app import run
 from sglang_pd.observe import ask
 from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.messages import RoomOpen
 from sglang_pd.worker.service import WorkerService
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -35,6 +36,30 @@ async def many(pair: Pair, bodies: list[dict[str, Any]]) -> list[tuple[httpx.Res
 def bodies_of(pair: Pair, number: int, **body: Any) -> list[dict[str, Any]]:
     given = {"input_ids": [5] * 10, "sampling_params": GREEDY, **body}
     return [{**pair.place(), "rid": f"r{n}", **given} for n in range(number)]
+
+
+def test_decode_tells_prefill_the_request_and_its_trace(pair: Pair, monkeypatch: Any) -> None:
+    told: list[RoomOpen] = []
+    desk = pair.prefill.endpoint.control.desk
+    assert desk is not None
+    real = desk.receive
+
+    def receive(peer_epoch: int, message: Any, **more: Any) -> None:
+        told.extend([message] if isinstance(message, RoomOpen) else [])
+        real(peer_epoch, message, **more)
+
+    monkeypatch.setattr(desk, "receive", receive)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def one() -> None:
+        async with pair.client("prefill") as prefill, pair.client("decode", traceparent=trace) as decode:
+            (body,) = bodies_of(pair, 1, rid="r" * 2000)
+            await asyncio.gather(prefill.post("/generate", json=body), decode.post("/generate", json=body))
+
+    pair.ask(one())
+    assert [message.traceparent for message in told] == [trace]
+    assert told[0].request_id.startswith("r" * 256) and len(told[0].request_id) <= 512
+    assert pair.settled()
 
 
 def test_a_defect_of_the_engine_costs_its_own_room(pair: Pair, oracle: Oracle, monkeypatch: Any) -> None:

@@ -31,6 +31,7 @@ from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.worker.decode_runner import DecodeRunner
 from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint, new_epoch
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token, Update
+from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.parts import Memory, assemble
 from sglang_pd.worker.prefill_runner import PrefillRunner
 from sglang_pd.worker.settings import ControlConfig
@@ -274,7 +275,7 @@ def answer(lanes: dict[str, Lane], order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until standard input ends."""
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     lanes = lanes_of(sys.stdin.readline())
     say({"answer": "start", "addresses": {name: lane.endpoint.address for name, lane in lanes.items()}})
     try:

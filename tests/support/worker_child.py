@@ -43,6 +43,7 @@ from sglang_pd.worker.endpoint import (
 )
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.link import CurveKeys
+from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.settings import ControlConfig
 
 
@@ -376,7 +377,7 @@ def cuts(tokens: int, chunks: list[int] | None) -> deque[tuple[int, int, bool]]:
 
 
 def main() -> None:
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     child = Child(json.loads(sys.stdin.readline()))
     child.say({"answer": "start", **child.do_hello()})
     try:
