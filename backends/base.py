@@ -139,6 +139,15 @@ class Transfer(abc.ABC):
         """True when nothing more of this transfer can land (DONE or FAILED)."""
         return self.poll() in (TransferState.DONE, TransferState.FAILED)
 
+    @property
+    def source_free(self) -> bool:
+        """True when nothing reads the source any more, though what was taken from it may still land.
+
+        True whenever `quiesced` is. A transport says it of an UNKNOWN transfer once it has let go of every part of it:
+        the source may be used again, and the destination still needs its own proof.
+        """
+        return self.quiesced
+
 
 class Backend(abc.ABC):
     """A transport of one worker incarnation. Use as a context manager, or call `close`."""

@@ -89,6 +89,8 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
         self._flying: list[Work[Piece, Call]] = []
         self._unproven: list[Work[Piece, Call]] = []
         self._proving = threading.Lock()
+        self._broken: list[LibraryTransfer] = []
+        """Ended without an outcome; the connection that carried them may still hold parts."""
         self._in_flight = 0
 
     # The library's part
@@ -216,6 +218,7 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
             self._settle(work, TransferState.DONE if work.complete else TransferState.FAILED)
             return
         self._settle(work, TransferState.UNKNOWN)
+        self._broken.append(work.transfer)
         if work.host_only and (self.watch.fd >= 0 or self.watch.known()):
             with self._proving:
                 self._unproven.append(work)
@@ -235,6 +238,14 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
         for work in proven:
             self._settle(work, TransferState.FAILED)
         return bool(proven)
+
+    def closed(self) -> None:
+        """The library has closed the connection to the peer: it reads no source for it any more."""
+        for transfer in self._broken:
+            transfer.let_go()
+        if self._broken:
+            self._news()
+        self._broken = []
 
     def give_up(self, error: PdError) -> list[Call]:
         """Nothing more is handed over or asked for. Returns the unfinished calls, which nobody holds any more."""

@@ -27,6 +27,7 @@ class LibraryTransfer(Transfer):
         self._state = TransferState.PENDING
         self._error: PdError | None = None
         self._looks = 0
+        self._let_go = False
 
     def poll(self) -> TransferState:
         """The state now; see the contract. Never blocks; who asks again and again lets other threads run."""
@@ -62,6 +63,15 @@ class LibraryTransfer(Transfer):
             where=f"write to peer {self._peer}",
             backend=self._backend,
         )
+
+    @property
+    def source_free(self) -> bool:
+        """See `Transfer`."""
+        return self._let_go or self.quiesced
+
+    def let_go(self) -> None:
+        """The library holds no part of it any more, and the connection that carried it is closed."""
+        self._let_go = True
 
     def blame(self, error: PdError) -> None:
         """Keep the first cause."""

@@ -387,7 +387,11 @@ class Engine:
                 self._ghosts.append(link)
         self._links.clear()
         self._agent = None
-        return agent.destroy(handles)
+        if not agent.destroy(handles):
+            return False
+        for link in self._ghosts:
+            link.closed()
+        return True
 
     def _end(self) -> None:
         try:

@@ -169,3 +169,5 @@ class Link(LibraryLink[Piece, Handle]):
                 agent.remove_peer(self.name)
             except TransferError as error:
                 self.lose(error)
+            else:
+                self.closed()

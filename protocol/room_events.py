@@ -69,13 +69,13 @@ class HandoffReady:
 class RankFenced:
     """An own rank has stopped writing this room.
 
-    fenced: it proves that nothing more lands. gone: the rank is dead and its memory with it: nothing is pinned there
-    any more, but nothing is proven either.
+    fenced: it proves that nothing more lands. source_free: nothing reads its memory for this room any more (its
+    transport let go, or the rank is dead): nothing is pinned there, but nothing is proven to decode either.
     """
 
     writer: Writer
     fenced: bool
-    gone: bool = False
+    source_free: bool = False
     reason: str = ""
 
 

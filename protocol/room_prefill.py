@@ -249,7 +249,7 @@ class PrefillRoom(RoomMachine):
         if self.now_in is State.DONE:
             return
         self._note_ack(event.writer, fenced=event.fenced, reason=event.reason)
-        if event.fenced or event.gone:
+        if event.fenced or event.source_free:
             self.unfenced.discard(event.writer)
 
     def _on_failure(self, event: Fail | PeerLost, now_s: float) -> None:

@@ -27,6 +27,7 @@ def try_write(link: Link, nbytes: int, deadline_s: float, settle: bool = False) 
     if ended["state"] in ("failed", "unknown"):
         require(ended["error"] is not None, f"a {ended['state']} transfer names no cause")
     require(ended["quiesced"] is (ended["state"] in ("done", "failed")), f"quiesced is wrong for {ended['state']}")
+    require(ended["source_free"] or not ended["quiesced"], "quiesced, and the source is still read")
     return str(ended["state"])
 
 
@@ -95,6 +96,7 @@ def peer_stopped(lab: Lab) -> Figures:
     state = ended["state"]
     require(state != "pending", "PENDING past its deadline")
     require(ended["quiesced"] is (state in ("done", "failed")), f"quiesced is wrong for {state}")
+    require(ended["source_free"] is ended["quiesced"], "the transport says that it let go of what it may still read")
     if state == "unknown":
         require("timeout" in ended["error"]["code"] or "unknown" in ended["error"]["code"], "UNKNOWN for what reason?")
         ended = link.wait(posted["transfer"], 10.0, settle=True)

@@ -173,6 +173,7 @@ class Child:
         return {
             "state": state.value,
             "quiesced": watched.quiesced,
+            "source_free": watched.source_free,
             "error": error.info() if error else None,
             "took_s": time.monotonic() - began,
         }

@@ -247,7 +247,9 @@ class RoomDesk:
             self._local(Role.PREFILL, report.room, Fail(report.error), report.generation)
             self._local(Role.DECODE, report.room, Fail(report.error), report.generation)
         elif isinstance(report, Fenced):
-            fenced = RankFenced(writer=writer, fenced=report.fenced, reason=report.reason)
+            fenced = RankFenced(
+                writer=writer, fenced=report.fenced, source_free=report.source_free, reason=report.reason
+            )  # fmt: skip
             self._local(Role.PREFILL, report.room, fenced, report.generation)
         elif isinstance(report, Revoked):
             rooms = sorted(self._sought.get(report.peer_epoch, ()))
@@ -265,7 +267,7 @@ class RoomDesk:
             self._carry(role, table.fail_all(error, now_s))
         writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
         for room in list(self.prefill.rooms):
-            gone = RankFenced(writer=writer, fenced=False, gone=True, reason="the rank's process is gone")
+            gone = RankFenced(writer=writer, fenced=False, source_free=True, reason="the rank's process is gone")
             self._local(Role.PREFILL, room, gone)
 
     def repeat_orders(self, rank: RankId) -> None:

@@ -166,11 +166,15 @@ class PeerFault(Report, frozen=True, kw_only=True):
 
 
 class Fenced(Report, frozen=True, kw_only=True):
-    """Answer to `Halt`: True proves that nothing more of the room lands; False that it cannot be proven (yet)."""
+    """Answer to `Halt`: True proves that nothing more of the room lands; False that it cannot be proven (yet).
+
+    source_free: nothing reads this rank's memory for the room any more, whatever may still land.
+    """
 
     room: RoomId
     generation: RoomId
     fenced: bool
+    source_free: bool = False
     reason: str = ""
 
 

@@ -83,7 +83,8 @@ class _Room:
     orphan: bool = False
     """Its control is gone: forget it once fenced."""
     said: bool | None = None
-    """Last answer to `Halt`."""
+    source_free: bool = False
+    """`said` and `source_free`: last answer to `Halt`."""
 
 
 @dataclass(slots=True)
@@ -400,10 +401,14 @@ class SourceSide:
         if flying and not unknown:
             return  # it will be DONE, FAILED or UNKNOWN by its deadline
         proven = not flying or all(self._backend.fence(peer) for peer in _peers_of(flying))
-        if proven or entry.said is None:
-            entry.said = proven
+        free = proven or all(t.source_free for flight in flying for _, t in flight.transfers)
+        if proven or entry.said is None or free is not entry.source_free:
+            entry.said, entry.source_free = proven, free
             reason = "" if proven else str(unknown[0].error or "the transport cannot prove that it drained")
-            self._report(Fenced(room=room, generation=entry.begun.generation, fenced=proven, reason=reason[:2000]))
+            generation = entry.begun.generation
+            self._report(
+                Fenced(room=room, generation=generation, fenced=proven, source_free=free, reason=reason[:2000])
+            )
         if proven:
             entry.flights.clear()
 

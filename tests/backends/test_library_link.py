@@ -138,6 +138,20 @@ def test_a_broken_call_is_proven_by_the_peers_death_and_only_on_the_host(
     assert transfer.error is BROKEN
 
 
+def test_the_source_is_free_once_the_connection_is_closed_and_that_proves_nothing(
+    child: subprocess.Popen[bytes],
+) -> None:
+    link = link_to(child)
+    transfer, later = link.add(1), link.add(1)
+    link.turn()
+    link.calls[0].end(BROKEN)
+    link.turn()
+    assert transfer.poll() is UNKNOWN and not transfer.source_free
+    link.closed()
+    assert transfer.source_free and not later.source_free
+    assert transfer.poll() is UNKNOWN and not transfer.quiesced and transfer in link.open
+
+
 def test_a_call_in_flight_is_never_proven_by_a_death(child: subprocess.Popen[bytes]) -> None:
     link = link_to(child)
     transfer = link.add(2)

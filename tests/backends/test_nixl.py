@@ -123,6 +123,24 @@ def test_what_was_never_posted_is_dropped_and_what_was_is_polled_to_its_end(tcp:
     link.move(one_item(link, 65536))
 
 
+def test_a_source_is_free_while_the_peer_that_closed_its_agent_lives_on(tcp: Lab) -> None:
+    """Else one stall past liveness would pin the source's pages until that peer's process exits."""
+    link = tcp.fresh((256 * MIB,), (256 * MIB,))
+    link.move(one_item(link, 4096))
+    link.target.stop()
+    transfer = link.post(one_item(link, 256 * MIB), deadline_s=60.0)["transfer"]
+    assert link.wait(transfer, 0.3)["state"] == "pending"
+    link.target.resume()
+    link.target.call("revoke", epoch=link.writer.epoch, within_s=10.0)
+    ended = link.wait(transfer, 30.0)
+    for _ in range(100):
+        if ended["source_free"]:
+            break
+        ended = link.wait(transfer, 0.1, settle=True)
+    assert ended["source_free"] and ended["state"] == "unknown", ended
+    assert not link.fence(0.0)["proven"]
+
+
 # Revocation
 
 

@@ -271,7 +271,7 @@ def test_abort_while_ranks_write_acks_each_writer_once_and_last_byte_first() -> 
 def test_a_dead_ranks_memory_is_released_but_nothing_is_proven() -> None:
     room = prefill_in(State.WRITING)
     room.handle(Fail(BROKE), NOW_S)
-    effects = room.handle(RankFenced(writer=W1, fenced=False, gone=True, reason="killed"), NOW_S)
+    effects = room.handle(RankFenced(writer=W1, fenced=False, source_free=True, reason="killed"), NOW_S)
     assert of(effects, Releasable) and room.settled and not room.proven
     assert [ack.fenced for ack in room.all_acks()] == [True, False]
 

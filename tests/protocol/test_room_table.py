@@ -312,7 +312,7 @@ def test_what_is_forgotten_unproven_is_never_called_fenced() -> None:
     table.local(1, Bound(EXPECTED), NOW_S)
     table.local(1, Cancel(), NOW_S)
     for expected in EXPECTED[::2]:
-        table.local(1, RankFenced(writer=expected.writer, fenced=False, gone=True), NOW_S)
+        table.local(1, RankFenced(writer=expected.writer, fenced=False, source_free=True), NOW_S)
     assert 1 not in table.rooms
     abort = Abort(room=1, generation=5, error=GONE)
     assert answers(table.receive(22, abort, NOW_S)) == [AbortAck(room=1, generation=5, writer=None, fenced=False)]
