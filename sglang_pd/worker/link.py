@@ -18,8 +18,11 @@ from zmq.utils import z85
 from sglang_pd.protocol.errors import ConfigError
 
 MAX_FRAME_BYTES = 32 * 2**20
-HIGH_WATER = 10_000
-"""Batches queued a direction before frames are dropped."""
+SEND_HIGH_WATER, RECEIVE_HIGH_WATER = 1_000, 64
+"""Batches queued for a party before further ones are dropped; batches of a party that wait here before TCP holds the
+rest back at the sender."""
+MAX_FRAMES_A_TURN = 512
+"""Frames taken from a socket before timers and answers have their turn: a flood must not silence our heartbeats."""
 MAX_BATCH = 64
 """Frames that travel as one multipart message: what a turn of the control thread has for a peer wakes it once."""
 LARGE_FRAME_BYTES = 256 * 2**10
@@ -122,8 +125,8 @@ class Link:
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.SNDHWM, HIGH_WATER),
-            (zmq.RCVHWM, HIGH_WATER),
+            (zmq.SNDHWM, SEND_HIGH_WATER),
+            (zmq.RCVHWM, RECEIVE_HIGH_WATER),
             (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             (zmq.IPV6, 1),
             (zmq.RECONNECT_IVL, 50),
@@ -160,8 +163,11 @@ class Link:
         except (zmq.ZMQError, KeyError):
             self.counts["send_dropped"] += len(frames)
 
-    def receive(self, ready: set[object] | None = None, most: int = 1_000) -> Iterator[tuple[Party, bytes]]:
-        """Frames that are there now, of at most `most` batches a socket. Too large a batch is dropped and counted.
+    def receive(
+        self, ready: set[object] | None = None, most: int = MAX_FRAMES_A_TURN
+    ) -> Iterator[tuple[Party, bytes]]:
+        """Frames that are there now, batches that begin within the first `most` of a socket. Too large a batch is
+        dropped and counted.
 
         ready: only of these sockets; None: of all.
         """
@@ -170,11 +176,13 @@ class Link:
         for name, router in self._routers.items():
             if ready is not None and router not in ready:
                 continue
-            for _ in range(most):
+            taken = 0
+            while taken < most:
                 try:
                     parts = router.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
                     break
+                taken += len(parts)
                 if 2 <= len(parts) <= 1 + MAX_BATCH:
                     caller = Caller(name, parts[0])
                     for frame in parts[1:]:
@@ -184,11 +192,13 @@ class Link:
         for number, dealer in list(self._dealers.items()):
             if ready is not None and dealer not in ready:
                 continue
-            for _ in range(most):
+            taken = 0
+            while taken < most:
                 try:
                     parts = dealer.recv_multipart(zmq.DONTWAIT)
                 except (zmq.Again, zmq.ZMQError):
                     break
+                taken += len(parts)
                 if len(parts) <= MAX_BATCH:
                     for frame in parts:
                         yield Called(number), frame

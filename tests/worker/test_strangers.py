@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.codec import encode
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.worker.control import PEERS
+from sglang_pd.worker.link import MAX_BATCH, MAX_FRAMES_A_TURN, Link
 from sglang_pd.worker.orders import Alive, Joined
 from sglang_pd.worker.orders import encode as encode_report
 
@@ -180,6 +183,28 @@ def test_bogus_rooms_cost_no_memory(pair: tuple[WorkerProcess, WorkerProcess], w
     hand_over(prefill, decode, 50_000 + messages + (who == "agreed"), 20)
     grown = prefill.ask("check")["rss"] - before
     assert grown < 50 * MIB, f"{grown / MIB:.1f} MiB"
+
+
+def test_a_flood_leaves_room_for_timers_and_answers() -> None:
+    """Of what has come, one turn takes a bounded part."""
+    link = Link(None)
+    try:
+        address = link.listen(PEERS, "tcp://127.0.0.1:*")
+        with dealer(address, sndhwm=100) as client:
+            for _ in range(60):
+                client.send_multipart([b"frame"] * MAX_BATCH)
+            wait_until(lambda: link.sockets()[0].poll(50))
+            taken = []
+            while sum(taken) < 60 * MAX_BATCH:
+                taken.append(sum(1 for _ in link.receive()))
+                assert taken[-1] <= MAX_FRAMES_A_TURN + MAX_BATCH
+            assert len(taken) >= 60 * MAX_BATCH // (MAX_FRAMES_A_TURN + MAX_BATCH)
+            with pytest.raises(zmq.Again):  # what nobody takes is held back at its sender
+                for _ in range(5_000):
+                    client.send_multipart([b"x" * 1024] * MAX_BATCH, zmq.DONTWAIT)
+                    time.sleep(0.0002)
+    finally:
+        link.close()
 
 
 def test_many_hellos_of_strangers_are_bounded(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
