@@ -163,9 +163,7 @@ class Link:
         except (zmq.ZMQError, KeyError):
             self.counts["send_dropped"] += len(frames)
 
-    def receive(
-        self, ready: set[object] | None = None, most: int = MAX_FRAMES_A_TURN
-    ) -> Iterator[tuple[Party, bytes]]:
+    def receive(self, ready: set[object] | None = None, most: int = MAX_FRAMES_A_TURN) -> Iterator[tuple[Party, bytes]]:
         """Frames that are there now, batches that begin within the first `most` of a socket. Too large a batch is
         dropped and counted.
 
