@@ -4,6 +4,7 @@
 
 Overhead: from the last prefill token (the engine's call of `send`) to the admit in decode's engine thread, for a prompt
 of one page, the room being open on both sides; idle and beside a Python thread that never waits, in both processes.
+The wake floor, between each two rooms, is what the same chain of wake-ups takes when nothing is done in them.
 Rooms a second: one-page rooms, so many in flight. Sizes: the same time with more bytes. Rounds are interleaved over
 backends and cases; figures are medians over rounds.
 """
@@ -99,6 +100,13 @@ class Pair:
         self.prefill.ask("await", room=room, kind="done")
         return took
 
+    def floor(self) -> float:
+        """Seconds of the bare wake-ups from one engine thread to the other."""
+        self.decode.order("floor_await")
+        time.sleep(0.006)
+        began = self.prefill.ask("floor_fire")["at_s"]
+        return float(self.decode.hear()["at_s"]) - float(began)
+
     def stream(self, rooms: int, in_flight: int) -> float:
         """Rooms a second."""
         first, self._room = self._room + 1, self._room + rooms
@@ -150,19 +158,30 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def overhead(rooms: int, rounds: int) -> dict[str, Any]:
-    """Over `local`: idle and busy, interleaved; nothing spins while the idle case is measured."""
+    """Over `local`: idle and busy, interleaved with their floors; nothing spins while the idle case is measured."""
     pair = Pair("local")
+    pair.prefill.ask("floor", address=pair.decode.ask("floor")["address"])
     taken: dict[str, list[float]] = {"idle": [], "busy": []}
-    [pair.one() for _ in range(20)]
+    floors: dict[str, list[float]] = {"idle": [], "busy": []}
+    [(pair.one(), pair.floor()) for _ in range(20)]
+
+    def measure(name: str, count: int) -> None:
+        for _ in range(count):
+            taken[name].append(pair.one())
+            floors[name].append(pair.floor())
+
     for _ in range(rounds):
-        taken["idle"] += [pair.one() for _ in range(rooms // rounds)]
+        measure("idle", rooms // rounds)
         for worker in (pair.prefill, pair.decode):
             worker.ask("busy", on=True)
-        taken["busy"] += [pair.one() for _ in range(max(10, rooms // rounds // 4))]
+        measure("busy", max(10, rooms // rounds // 4))
         for worker in (pair.prefill, pair.decode):
             worker.ask("busy", on=False)
     pair.close()
-    return {f"overhead_{name}_ms": quantiles(values) for name, values in taken.items()}
+    return {
+        **{f"overhead_{name}_ms": quantiles(values) for name, values in taken.items()},
+        **{f"wake_floor_{name}_ms": quantiles(values) for name, values in floors.items()},
+    }
 
 
 def backend_figures(backends: list[str], rooms: int, rounds: int) -> dict[str, Any]:

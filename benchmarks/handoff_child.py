@@ -15,6 +15,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from wake_floor import Floor
 
 from sglang_pd import ControlConfig, DecodeEndpoint, EventKind, PrefillEndpoint, RankSetup, create_backend, new_epoch
 from sglang_pd.memory.layout import Capacity, layout_rank
@@ -131,6 +132,17 @@ class Child:
         while not any(peer["stage"] == "agreed" and peer["ranks_paired"] for peer in self.endpoint.peers()):
             time.sleep(0.0002)
         return {"seconds": time.monotonic() - began_s}
+
+    def do_floor(self, address: str = "") -> dict[str, str]:
+        """Begin the floor: decode's side without an address, then prefill's with the one that decode gave."""
+        self.floor = Floor(address)
+        return {"address": self.floor.address}
+
+    def do_floor_fire(self) -> dict[str, float]:
+        return {"at_s": self.floor.fire()}
+
+    def do_floor_await(self) -> dict[str, float]:
+        return {"at_s": self.floor.heard()}
 
     def do_busy(self, on: bool) -> None:
         """A Python thread that never waits, as a scheduler beside the endpoint would be at worst; it comes and goes."""

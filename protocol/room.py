@@ -21,14 +21,20 @@ from enum import Enum
 from sglang_pd.protocol.errors import LocalProtocolError
 
 
-class Role(Enum):
+class Label(Enum):
+    """Members are told apart by identity and hashed by it: `Enum.__hash__` is Python code, and tables look up often."""
+
+    __hash__ = object.__hash__
+
+
+class Role(Label):
     """Which side of a room this is."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class State(Enum):
+class State(Label):
     """Where a room stands."""
 
     NEW = "new"
@@ -54,7 +60,7 @@ class State(Enum):
 TERMINAL = frozenset({State.DONE, State.FAILED, State.ABORTED})
 
 
-class Memory(Enum):
+class Memory(Label):
     """Whether transfers may touch the room's memory: source pages at prefill, destination pages at decode."""
 
     UNTOUCHED = "untouched"
@@ -63,7 +69,7 @@ class Memory(Enum):
     RELEASABLE = "releasable"
 
 
-class Kind(Enum):
+class Kind(Label):
     """Where a trigger comes from."""
 
     LOCAL = "local"
@@ -71,7 +77,7 @@ class Kind(Enum):
     JUDGED = "judged"
 
 
-class Trigger(Enum):
+class Trigger(Label):
     """A judged event: name, and where it comes from. LOCAL ones that are illegal are the caller's fault, REMOTE ones
     the peer's.
     """
@@ -271,7 +277,7 @@ FENCE: dict[Memory, Memory] = {Memory.QUARANTINED: Memory.RELEASABLE}
 """The one move of the memory machine that needs proof: every writer is fenced."""
 
 
-class Deadline(Enum):
+class Deadline(Label):
     """What a waiting state's time is measured by."""
 
     LIVENESS = "the peer's liveness: its last heartbeat plus its liveness duration"

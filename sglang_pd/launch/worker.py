@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -42,6 +43,8 @@ def run_worker(config: WorkerConfig) -> None:
     with listener:
         service = WorkerService(config)
         http = Address(config.advertised_host, listener.getsockname()[1])
+        gc.collect()
+        gc.freeze()  # some 10^5 objects of the model's library, which every full collection would walk for nothing
         try:
             serve(service, listener, on_ready=lambda: announce(facts(service, http)))
         finally:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.room import Label
 
 
-class EventKind(Enum):
+class EventKind(Label):
     """Kinds of room events. Every room gives exactly one of DONE, FAILED, ABORTED, and exactly one RELEASABLE."""
 
     ADMITTED = "admitted"

@@ -152,6 +152,7 @@ class WorkerLoop:
 
         self._guard(step)
         self._guard(self._driven.turn)
+        self._guard(self._link.flush)  # peers wait for this; what follows is ours
         self._guard(step)  # orders that this turn gave start now, not at the next wake-up
         self._guard(self._driven.turn)
         self._guard(self._link.flush)
