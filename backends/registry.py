@@ -34,11 +34,8 @@ def register_backend(name: str, module: str) -> None:
     BACKENDS[name] = module
 
 
-def create_backend(name: str, *, epoch: int, options: Mapping[str, Any] | None = None) -> Backend:
-    """Build backend `name` for the worker incarnation `epoch`.
-
-    Raises `ConfigError` (`backend_unknown`) for an unknown name, `BackendUnavailable` for a missing library or device.
-    """
+def check_known(name: str) -> None:
+    """Raise `ConfigError` (`backend_unknown`) for a name that is no backend's; it lists them and suggests one."""
     if name not in BACKENDS:
         close = difflib.get_close_matches(name, BACKENDS, n=1)
         raise ConfigError(
@@ -49,6 +46,14 @@ def create_backend(name: str, *, epoch: int, options: Mapping[str, Any] | None =
             actual=name,
             hint=f"Did you mean {close[0]!r}?" if close else "",
         )
+
+
+def create_backend(name: str, *, epoch: int, options: Mapping[str, Any] | None = None) -> Backend:
+    """Build backend `name` for the worker incarnation `epoch`.
+
+    Raises `ConfigError` (`backend_unknown`) for an unknown name, `BackendUnavailable` for a missing library or device.
+    """
+    check_known(name)
     try:
         module = importlib.import_module(BACKENDS[name])
         return cast(BackendFactory, module.create)(epoch=epoch, options=dict(options or {}))

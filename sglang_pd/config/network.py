@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sglang_pd.backends.registry import BACKENDS
+from sglang_pd.backends.registry import check_known
 from sglang_pd.config.address import is_loopback
 from sglang_pd.config.schema import WorkerConfig
 from sglang_pd.protocol.errors import ConfigError
@@ -76,16 +76,7 @@ def backend_settings(config: WorkerConfig) -> BackendSettings:
     """Translate a configuration for its backend. Raises `ConfigError` for a key that the backend cannot honour, for an
     option it does not have, and for one that is stated twice."""
     name = config.backend.name
-    if name not in BACKENDS:
-        close = difflib.get_close_matches(name, BACKENDS, n=1)
-        raise ConfigError(
-            "no such backend",
-            code="backend_unknown",
-            where="$.backend.name",
-            expected=" | ".join(sorted(BACKENDS)),
-            actual=name,
-            hint=f"Did you mean {close[0]!r}?" if close else "",
-        )
+    check_known(name)
     options = dict(config.backend.options)
     honours = HONOURS.get(name, Honours())
     environment: dict[str, str] = {}
