@@ -245,6 +245,8 @@ def read_header(data: bytes | memoryview) -> Header:
 
 
 def _check_features(critical: int, raw_names: bytes, peer: Version) -> None:
+    if not critical:
+        return
     unknown = [bit for bit in range(64) if critical >> bit & 1 and bit not in version.FEATURES]
     if not unknown:
         return
