@@ -240,6 +240,11 @@ class Backend(abc.ABC):
         """Longest time between two calls of `progress` while peers exist, in seconds; None: not needed."""
         return None
 
+    @property
+    def engines_replaced(self) -> int:
+        """How often this backend has built another engine of its library in place of one that it could not trust."""
+        return 0
+
     @abc.abstractmethod
     def wakeup_fd(self) -> int | None:
         """A file descriptor that turns readable when a `poll` may have news; None: poll by the interval."""

@@ -119,6 +119,11 @@ class MooncakeBackend(Backend):
         """See `Backend.epoch`."""
         return self._epoch
 
+    @property
+    def engines_replaced(self) -> int:
+        """See `Backend`: those that write, and those that peers write through."""
+        return self._links.rebuilds + max(0, self._inbound.generation - 1)
+
     def report(self) -> dict[str, Any]:
         """Facts for operators: version, transport asked for, settings in force, listening sockets, counters.
 

@@ -121,6 +121,7 @@ class MoriBackend(Backend):
         self._closed = False
         # The first engine is the one that peers know; it lives as long as the backend.
         self._engines = [EngineHost(library, options, epoch, options.port)]
+        self._replaced = 0
         self._news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         log.info("amd-mori %s over rdma as %s; settings in force: %s", library.version, self._engines[0].key, settings)
 
@@ -255,6 +256,7 @@ class MoriBackend(Backend):
         for segment in self._scope.segments:
             engine.register(segment)
         self._engines.append(engine)
+        self._replaced += 1
         log.warning("peer %s is connected anew over a new engine, %s", key, engine.key)
         return engine
 
@@ -326,6 +328,11 @@ class MoriBackend(Backend):
             pass
         if not self._closed and any(link.ended for link in self._links):
             self._reap()
+
+    @property
+    def engines_replaced(self) -> int:
+        """See `Backend`: one for each pair of engines that broke and was connected again."""
+        return self._replaced
 
     def wakeup_fd(self) -> int | None:
         """Readable when a transfer or a peer may have news."""

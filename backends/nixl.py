@@ -334,6 +334,11 @@ class NixlBackend(Backend):
         except BlockingIOError:
             pass
 
+    @property
+    def engines_replaced(self) -> int:
+        """See `Backend`: every `revoke` closes the agent and builds another."""
+        return self._engine.rebuilds
+
     def wakeup_fd(self) -> int | None:
         """Readable when a transfer or a peer may have news; `progress` makes it quiet."""
         return None if self._closed else self._engine.news_fd

@@ -70,7 +70,7 @@ class Engine:
         self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
         self._sleeping = self._stopping = False
         self._agent: Agent | None = None
-        self._build = 0
+        self.rebuilds = 0
         self._segments: list[SegmentEntry] = []
         self._links: dict[str, Link] = {}
         self._ghosts: list[Link] = []
@@ -279,7 +279,7 @@ class Engine:
 
     def start(self) -> None:
         """Build the agent. Raises `BackendUnavailable`."""
-        self._agent = Agent(self._library, agent_name(self._epoch, self._build), self._options)
+        self._agent = Agent(self._library, agent_name(self._epoch, self.rebuilds), self._options)
 
     def agent(self) -> Agent:
         """The agent. Raises `BackendError` where it could not be rebuilt."""
@@ -354,7 +354,7 @@ class Engine:
         if self._agent is None or not asked:
             return
         shown = self._close(DRAIN_S)
-        self._build += 1
+        self.rebuilds += 1
         try:
             self.start()
             self.agent().register(self._segments)

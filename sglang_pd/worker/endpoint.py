@@ -189,6 +189,7 @@ class Endpoint:
             "transfers_in_flight": float(source.in_flight),
             "bytes_written": float(source.bytes_written),
             "descriptors_written": float(source.descriptors_written),
+            "count_engine_replaced": float(self.agent.backend.engines_replaced),
             "loop_turns": float(self._loop.turns),
             "loop_faults": float(self._loop.faults),
         }

@@ -32,6 +32,7 @@ _COUNTS: dict[str, tuple[Count, str]] = {
     "unknown_room": (Count.UNKNOWN_ROOM, ""),
     "unknown_fields": (Count.UNKNOWN_FIELD, "any"),
     "expired_then_opened": (Count.UNKNOWN_ROOM, ""),
+    "engine_replaced": (Count.ENGINE_REPLACED, "not_trusted"),
 }
 """The control's counters that are metrics, with their label."""
 

@@ -67,3 +67,4 @@ def test_bytes_aborts_deaths_and_stops(conf: dict[str, Any]) -> None:
             decode.released(d, timeout_s=40)
             hand_over(prefill, decode, 41, 33)
             oracles(prefill, decode, timeout_s=40)
+            assert decode.ask("stats")["stats"]["count_engine_replaced"] >= 1  # the proof that let its memory go
