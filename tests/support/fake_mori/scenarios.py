@@ -155,6 +155,7 @@ def engines_are_bounded() -> None:
             peer = writer.connect(target)
     error = refusal(writer.connect, target)
     assert "max_engines" in str(error) and len(writer.backend._engines) == 2
+    assert writer.backend.engines_replaced == 1
 
 
 def close_keeps_what_is_unfinished() -> None:
