@@ -79,6 +79,7 @@ CODES: dict[str, CodeFacts] = {
     "lease_invalid": CodeFacts("memory was used in a state that forbids it", 500, False),
     "quarantine_full": CodeFacts("too much memory waits for a fence", 503, True),
     # router and server
+    "path_unknown": CodeFacts("no such path on this server", 404, False),
     "unauthorized": CodeFacts("the request carries no acceptable bearer token", 401, False),
     "request_too_large": CodeFacts("the request body exceeds its bound", 413, False),
     "worker_unavailable": CodeFacts("no worker of a leg takes requests now; nothing was dispatched", 503, True),

@@ -189,5 +189,6 @@ def _guarded(view: Callable[[Request], Awaitable[Response]]) -> Callable[[Reques
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}"
-    failure = Failure(code="request_rejected", message=text, status=status, retryable=False)
+    code = "path_unknown" if status == 404 else "request_rejected"
+    failure = Failure(code=code, message=text, status=status, retryable=False)
     return Response(failure.json(), status, media_type="application/json")

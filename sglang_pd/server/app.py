@@ -62,7 +62,7 @@ def model_name(service: WorkerService) -> str:
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
     known = " ".join(path for path, _, _ in ROUTES)
-    raise RoomError("no such path", code="room_unknown", where=str(scope.get("path", ""))[:200], expected=known)
+    raise RoomError("no such path", code="path_unknown", where=str(scope.get("path", ""))[:200], expected=known)
 
 
 def _bound(answer: Answer, worker: Worker) -> Callable[[Request], Awaitable[Response]]:

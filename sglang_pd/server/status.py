@@ -150,7 +150,7 @@ async def flush_cache(request: Request, worker: Worker) -> Response:
 async def metrics(request: Request, worker: Worker) -> Response:
     """Prometheus' exposition format."""
     if not worker.service.config.observe.metrics:
-        raise RoomError("metrics are switched off", code="room_unknown", where="observe.metrics")
+        raise RoomError("metrics are switched off", code="path_unknown", where="observe.metrics")
     worker.service.observe()
     content = worker.service.recorder.metrics.text()
     return Response(content, media_type="text/plain; version=0.0.4")

@@ -421,7 +421,7 @@ def test_views() -> None:
             assert [worker.flushed for worker in c.workers()] == [["12.5"]] * 3
             assert (await c.client.get("/health_generate")).status_code == 200
             missing = await c.client.get("/nothing")
-            assert missing.status_code == 404 and missing.json()["error"]["code"]
+            assert missing.status_code == 404 and missing.json()["error"]["code"] == "path_unknown"
             assert (await c.client.get("/generate")).status_code == 405
             await c.kill(c.prefill)
             answer = await c.client.post("/flush_cache")

@@ -131,6 +131,7 @@ def test_no_room_no_path_no_method(pair: Pair) -> None:
     no_room, nowhere, method, garbage = pair.ask(plain())
     assert no_room.status_code == 400 and "bootstrap_room" in error_of(no_room)["message"]
     assert nowhere.status_code == 404 and "/generate" in error_of(nowhere)["message"]
+    assert error_of(nowhere)["code"] == "path_unknown"
     assert method.status_code == 405 and garbage.status_code == 400
 
 
