@@ -65,19 +65,26 @@ class Request:
     score: bool = False
 
 
+TokenNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MAX_TOP: Final = 20
+"""Likeliest tokens that are told of one place."""
+
+
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The small facts of a prefilled request, beside its state in pools.
 
     model: fingerprint. prompt_tokens: tokens that the state stands for. first_token, first_logprob: chosen by prefill.
+    first_top: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
     sampled: tokens drawn so far, from which a seeded sampler continues. position_delta: what is added to the position
     on each coordinate axis (three for multimodal rotary embeddings). extra: what only this engine understands.
     """
 
     model: Annotated[str, Meta(max_length=256)]
     prompt_tokens: Annotated[int, Meta(ge=1, le=2**40)]
-    first_token: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    first_token: TokenNumber
     first_logprob: float
     sampling: Sampling
+    first_top: Annotated[tuple[tuple[TokenNumber, float], ...], Meta(max_length=MAX_TOP)] = ()
     sampled: Annotated[int, Meta(ge=0, le=2**40)] = 1
     position_delta: Annotated[tuple[int, ...], Meta(max_length=8)] = ()
     extra: Annotated[bytes, Meta(max_length=32_768)] = b""

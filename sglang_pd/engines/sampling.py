@@ -16,6 +16,21 @@ def logprobs(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
+def likeliest(logits: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens with their log-probabilities, falling; of equal ones the lower number comes first.
+
+    logits: float64 [vocabulary]. The temperature does not count, as in `choose`.
+    """
+    count = min(count, logits.shape[0])
+    if not count:
+        return ()
+    least = np.partition(logits, -count)[-count]
+    among = np.flatnonzero(logits >= least)
+    order = among[np.argsort(-logits[among], kind="stable")][:count]
+    values = logprobs(logits)[order]
+    return tuple(zip(order.tolist(), values.tolist(), strict=True))
+
+
 def choose(logits: NDArray[np.float64], sampling: Sampling, drawn: int) -> tuple[int, float]:
     """The token and its log-probability. logits: float64 [vocabulary]. drawn: tokens drawn before this one."""
     log_probability = logprobs(logits)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from sglang_pd.engines.base import MAX_TOP
 from sglang_pd.protocol.errors import RoomError
 
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -27,6 +28,7 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
 
 NO_MATTER: Final = frozenset(
@@ -50,7 +52,6 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "parallel_tool_calls": (True,),
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "top_logprobs_num": (0,),
     "modalities": (["text"],),
 }
 """Fields that are not supported: only these values, and null, false and empty ones, are taken."""
@@ -82,13 +83,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateBody(Body, frozen=True, kw_only=True):
-    """Body of `/generate`. logprob_start_len: first prompt token whose log-probability is wanted, -1 for none."""
+    """Body of `/generate`. logprob_start_len: first prompt token whose log-probability is wanted, -1 for none.
+    top_logprobs_num: how many of the likeliest tokens are told in the place of each answered one."""
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: Top | list[Top] | None = None
     return_text_in_logprobs: bool = False
 
 
@@ -116,10 +119,10 @@ class OpenAIBody(Body, frozen=True, kw_only=True):
 
 
 class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
-    """Body of `/v1/completions`. logprobs: 0 tells those of the chosen tokens; more are not supported."""
+    """Body of `/v1/completions`. logprobs: of the chosen tokens, and of so many of the likeliest in their places."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
+    logprobs: Top | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,11 +134,12 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """Body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`. top_logprobs: how many of the likeliest tokens `logprobs` tells."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
+    top_logprobs: Top | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)

@@ -72,6 +72,12 @@ def plan(body: GenerateBody, worker: Worker, traceparent: str) -> Wanted:
     start = _spread(
         -1 if body.logprob_start_len is None else body.logprob_start_len, len(prompts), "logprob_start_len"
     )  # fmt: skip
+    tops = _spread(body.top_logprobs_num or 0, len(prompts), "top_logprobs_num")
+    if any(top and (not wanted or at >= 0) for top, wanted, at in zip(tops, logprobs, start, strict=True)):
+        raise _rejected(
+            "the likeliest tokens are told of answers, with return_logprob and without logprob_start_len",
+            "top_logprobs_num",
+        )
     rids = _rids(body.rid, len(prompts), answers)
     where = places(body, worker.service.role, len(prompts), answers)
     asks = [
@@ -83,6 +89,7 @@ def plan(body: GenerateBody, worker: Worker, traceparent: str) -> Wanted:
             params=params[number // answers],
             answer=number % answers,
             score=logprobs[number // answers] and start[number // answers] >= 0,
+            top=tops[number // answers],
             traceparent=traceparent,
         )
         for number in range(len(prompts) * answers)
@@ -136,6 +143,10 @@ def answer(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]
             _logprob(worker, wanted, logprob, token)
             for logprob, token in zip(progress.logprobs, progress.tokens, strict=True)
         ]
+        if ask.top:
+            meta["output_top_logprobs"] = [
+                [_logprob(worker, wanted, logprob, token) for token, logprob in top] for top in progress.tops
+            ]
         meta["input_token_logprobs"] = _input_logprobs(worker, wanted, sequence, wanted.start[prompt])
     return {"text": progress.text, "output_ids": list(progress.tokens), "meta_info": meta}
 

@@ -45,7 +45,8 @@ async def completions(request: Request, worker: Worker) -> Response:
         prompts = [worker.tokenizer.encode(str(text)) for text in body.prompt]
     else:
         prompts, _ = token_prompts(body.prompt)
-    asks = _asks(request, worker, body, prompts, body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    shape = _Shape(body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs or 0)
+    asks = _asks(request, worker, body, prompts, shape)
     wanted = Wanted(asks, False, body.logprobs is not None, _usage_wanted(body), body.n or 1)
     return await _answer(request, worker, wanted, stream=body.stream)
 
@@ -55,7 +56,10 @@ async def chat(request: Request, worker: Worker) -> Response:
     body = decode(await read_body(request), ChatBody)
     messages = [{"role": message.role, "content": _text(message.content)} for message in body.messages]
     prompt = worker.tokenizer.chat(messages)
-    asks = _asks(request, worker, body, [prompt], body.max_completion_tokens or body.max_tokens)
+    if body.top_logprobs and not body.logprobs:
+        raise RoomError("top_logprobs needs logprobs", code="request_rejected", where="body.top_logprobs")
+    shape = _Shape(body.max_completion_tokens or body.max_tokens, body.top_logprobs or 0)
+    asks = _asks(request, worker, body, [prompt], shape)
     wanted = Wanted(asks, True, bool(body.logprobs), _usage_wanted(body), body.n or 1)
     return await _answer(request, worker, wanted, stream=body.stream)
 
@@ -75,12 +79,18 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _asks(
-    request: Request, worker: Worker, body: OpenAIBody, prompts: list[list[int]], max_tokens: int | None
-) -> list[Ask]:
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the two forms of a request say in ways of their own. top: likeliest tokens told in each place."""
+
+    max_tokens: int | None
+    top: int
+
+
+def _asks(request: Request, worker: Worker, body: OpenAIBody, prompts: list[list[int]], shape: _Shape) -> list[Ask]:
     answers = body.n or 1
     params = SamplingParams(
-        max_new_tokens=max_tokens,
+        max_new_tokens=shape.max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=-1 if body.top_k is None else body.top_k,
@@ -101,6 +111,7 @@ def _asks(
             token_ids=prompts[number // answers],
             params=params,
             answer=number % answers,
+            top=shape.top,
             traceparent=request.headers.get("traceparent", "")[:128],
         )
         for number in range(len(where))
@@ -162,21 +173,36 @@ def _completion_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict
     progress = sequence.progress
     texts = [worker.tokenizer.token_text(token) for token in progress.tokens]
     offsets = [sum(map(len, texts[:number])) for number in range(start, len(texts))]
+    tops = [_by_text(worker, top) for top in progress.tops[start:]]
     return {
         "tokens": texts[start:],
         "token_logprobs": progress.logprobs[start:],
-        "top_logprobs": None,
+        "top_logprobs": tops if sequence.ask.top else None,
         "text_offset": offsets,
     }
 
 
+def _by_text(worker: Worker, top: tuple[tuple[int, float], ...]) -> dict[str, float]:
+    """Of tokens that read alike the likeliest counts."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        found.setdefault(worker.tokenizer.token_text(token), logprob)
+    return found
+
+
 def _chat_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict[str, Any]:
     progress = sequence.progress
-    content = []
-    for token, logprob in zip(progress.tokens[start:], progress.logprobs[start:], strict=True):
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
         text = worker.tokenizer.token_text(token)
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return {"content": content}
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    chosen = zip(progress.tokens[start:], progress.logprobs[start:], progress.tops[start:], strict=True)
+    return {
+        "content": [
+            {**one(token, logprob), "top_logprobs": [one(*likely) for likely in top]} for token, logprob, top in chosen
+        ]
+    }
 
 
 @dataclass(slots=True)

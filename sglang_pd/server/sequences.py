@@ -33,7 +33,7 @@ _numbers = itertools.count(1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """One sequence that is wanted. number: its place in the request. answer: which of a prompt's answers it is.
-    score: the prompt's own log-probabilities are wanted."""
+    score: the prompt's own log-probabilities are wanted. top: likeliest tokens told in each place."""
 
     number: int
     rid: str
@@ -42,6 +42,7 @@ class Ask:
     params: SamplingParams
     answer: int = 0
     score: bool = False
+    top: int = 0
     traceparent: str = ""
 
 
@@ -52,6 +53,7 @@ class Progress:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     stages_s: dict[str, float] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Sequence:
             stop_tokens=frozenset(ask.params.stop_token_ids or ()),
             ignore_eos=ask.params.ignore_eos or facts.eos_token < 0,
             score=ask.score and role is Role.PREFILL,
+            top=ask.top,
             traceparent=ask.traceparent,
         )
 
@@ -133,6 +136,7 @@ class Sequence:
         progress = self.progress
         progress.tokens.append(update.token)
         progress.logprobs.append(update.logprob)
+        progress.tops.append(update.top)
         params, facts = self.ask.params, self._service.parts.facts
         stops = update.token in (params.stop_token_ids or ())
         if not stops and (update.token != facts.eos_token or params.ignore_eos):

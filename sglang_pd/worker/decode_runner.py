@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord
+from sglang_pd.engines.sampling import likeliest
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
@@ -128,10 +129,12 @@ class DecodeRunner(Runner):
                 expected=f"{tokens} tokens of {self.parts.facts.fingerprint}",
                 actual=f"{record.prompt_tokens} tokens of {record.model}",
             )
+        if any(token >= self.parts.facts.vocab_size for token, _ in record.first_top):
+            raise RoomError("the record is not possible", code="request_rejected", where=entry.job.request_id)
         self.parts.engine.admit(entry.job.request_id, record, entry.lease.tables())
         entry.admitted = True
         self.watch.ended(entry.job, None)
-        self._produce(entry, Token(record.first_token, record.first_logprob, tokens))
+        self._produce(entry, Token(record.first_token, record.first_logprob, tokens, top=record.first_top))
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +167,8 @@ class DecodeRunner(Runner):
         for entry, output in zip(ready, outputs, strict=True):
             entry.lease.settle(entry.position + 1)
             logits = output.logits if entry.job.keep_logits else None
-            self._produce(entry, Token(output.token, output.logprob, entry.position + 1, logits))
+            top = likeliest(output.logits, entry.job.top)
+            self._produce(entry, Token(output.token, output.logprob, entry.position + 1, logits, top))
 
     def _produce(self, entry: _Running, token: Token) -> None:
         """A token was chosen: tell, and end the request where it ends."""

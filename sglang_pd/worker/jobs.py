@@ -15,12 +15,14 @@ from sglang_pd.protocol.errors import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One chosen token. position: its place in the sequence, prompt included. logits: host array, if asked for."""
+    """One chosen token. position: its place in the sequence, prompt included. logits: host array, if asked for.
+    top: the likeliest tokens in its place with their log-probabilities, as many as were asked for."""
 
     token: int
     logprob: float
     position: int
     logits: Any = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Job:
 
     request_id names it in the engine: one that no other job of this process has. max_new_tokens counts the first token,
     which prefill chose. ignore_eos: go on past the end token. score: tell the prompt's own log-probabilities.
+    top: how many of the likeliest tokens are told beside each chosen one; both sides must be told alike.
     """
 
     room: int
@@ -74,4 +77,5 @@ class Job:
     ignore_eos: bool = False
     keep_logits: bool = False
     score: bool = False
+    top: int = 0
     traceparent: str = ""

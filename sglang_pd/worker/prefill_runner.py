@@ -6,7 +6,10 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from sglang_pd.engines.base import Output, PrefillChunk, PromptScorer, Request
+from sglang_pd.engines.sampling import likeliest
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
@@ -173,14 +176,18 @@ class PrefillRunner(Runner):
 
     def _finish(self, entry: _Running, output: Output | None, start: int) -> None:
         job, tokens = entry.job, len(entry.job.token_ids)
-        record = self.parts.engine.handoff(job.request_id).encode()
+        record = self.parts.engine.handoff(job.request_id)
+        top: tuple[tuple[int, float], ...] = ()
+        if job.top and output is not None:
+            top = likeliest(output.logits, job.top)
+            record = msgspec.structs.replace(record, first_top=top)
         entry.lease.unpin()
         entry.lease.pin(whole=True)
         entry.whole_pinned = True
         self._prefill_endpoint.send(
             job.room, start, tokens, last=True, lists=entry.lease.lists(Prompt(tokens))
         )  # fmt: skip
-        self._prefill_endpoint.finish(job.room, tokens, record)
+        self._prefill_endpoint.finish(job.room, tokens, record.encode())
         entry.output, entry.stopped = output, True
         entry.computed_s = time.monotonic()
         entry.stages_s["compute"] = entry.computed_s - entry.started_s
@@ -188,5 +195,5 @@ class PrefillRunner(Runner):
             self.tell(job, Scores(self.parts.engine.prompt_logprobs(job.request_id)))
         if output is not None:
             logits = output.logits if job.keep_logits else None
-            self.tell(job, Token(output.token, output.logprob, tokens, logits))
+            self.tell(job, Token(output.token, output.logprob, tokens, logits, top))
         self._settle(entry)

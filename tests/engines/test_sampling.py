@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd.engines.base import Sampling
-from sglang_pd.engines.sampling import candidates, choose, uniform
+from sglang_pd.engines.sampling import candidates, choose, likeliest, logprobs, uniform
 
 WEIGHTS = np.array([0.1, 0.4, 0.2, 0.3])
 
@@ -58,3 +58,12 @@ def test_draws_follow_the_distribution() -> None:
 def test_pinned_draws() -> None:
     """The wire carries (seed, number): another version must draw the same."""
     assert [round(uniform(7, n), 6) for n in range(3)] == [0.716974, 0.384413, 0.114739]
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=1, max_size=30), st.integers(0, 20))
+def test_the_likeliest_are_the_head_of_a_sort_and_ties_go_by_number(values: list[float], count: int) -> None:
+    logits = np.array(values)
+    ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))[:count]
+    found = likeliest(logits, count)
+    assert [token for token, _ in found] == ranked
+    assert [logprob for _, logprob in found] == [float(logprobs(logits)[token]) for token in ranked]

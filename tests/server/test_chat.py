@@ -43,6 +43,13 @@ def test_an_answer(chatty: Pair, oracle: Oracle) -> None:
     (choice,) = document["choices"]
     assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [logprob for _, logprob in want]
+    assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+    (choice,) = chatty.post("/v1/chat/completions", body(logprobs=True, top_logprobs=2))[1].json()["choices"]
+    for entry in choice["logprobs"]["content"]:
+        first, second = entry.pop("top_logprobs")
+        assert first == entry and second["logprob"] <= first["logprob"]
+    refused = chatty.post("/v1/chat/completions", body(top_logprobs=2))[1]
+    assert refused.status_code == 400 and "top_logprobs" in refused.text
 
 
 def test_a_stream_says_its_role_once_and_adds_up(chatty: Pair) -> None:

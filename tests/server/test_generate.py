@@ -44,6 +44,25 @@ def test_tokens_are_those_of_the_model_run_whole(pair: Pair, oracle: Oracle, len
     assert prefill["meta_info"]["completion_tokens"] == 1 and prefill["meta_info"]["id"] == "me"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_likeliest_tokens_are_told_the_first_ones_by_prefill(pair: Pair, oracle: Oracle, stream: bool) -> None:
+    params = {"temperature": 0.9, "sampling_seed": 5, "max_new_tokens": 4, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 3, "return_text_in_logprobs": True}
+    answers = pair.post("/generate", {**body, "sampling_params": params, "stream": stream})
+    prefill, decode = (events(one.text)[-1] if stream else one.json() for one in answers)
+    tops = decode["meta_info"]["output_top_logprobs"]
+    for place, top in enumerate(tops):
+        (greedy,) = oracle.scored(PROMPT + decode["output_ids"][:place], 1)
+        assert (top[0][1], top[0][0]) == pytest.approx(greedy) and len(top) == len({token for _, token, _ in top}) == 3
+        assert [logprob for logprob, _, _ in top] == sorted((logprob for logprob, _, _ in top), reverse=True)
+        chosen, least = decode["meta_info"]["output_token_logprobs"][place], top[-1][0]
+        assert chosen in top or chosen[0] <= least
+    assert len(tops) == 4 and prefill["meta_info"]["output_top_logprobs"] == tops[:1]
+    for wrong in ({"logprob_start_len": 0}, {"return_logprob": False}, {"top_logprobs_num": 21}):
+        refused = pair.post("/generate", {**body, **wrong})[1]
+        assert refused.status_code == 400 and "top_logprobs_num" in refused.text
+
+
 def test_sampling_goes_on_where_prefill_stopped(pair: Pair, oracle: Oracle) -> None:
     params = {"temperature": 0.9, "top_p": 0.9, "top_k": 30, "sampling_seed": 11, "max_new_tokens": 8}
     params["ignore_eos"] = True
@@ -152,6 +171,11 @@ def test_completions(pair: Pair, oracle: Oracle) -> None:
     (choice,) = document["choices"]
     assert choice["finish_reason"] == "length" and choice["index"] == 0
     assert choice["logprobs"]["token_logprobs"] == [logprob for _, logprob in want]
+    assert choice["logprobs"]["top_logprobs"] is None
+    (choice,) = pair.post("/v1/completions", {**body, "logprobs": 2})[1].json()["choices"]
+    tops, texts = choice["logprobs"]["top_logprobs"], choice["logprobs"]["tokens"]
+    assert [top[text] for top, text in zip(tops, texts, strict=True)] == [logprob for _, logprob in want]
+    assert all(len(top) <= 2 and max(top.values()) == top[text] for top, text in zip(tops, texts, strict=True))
 
 
 def test_completions_of_texts_with_several_answers_stream(pair: Pair) -> None:
