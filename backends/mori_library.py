@@ -261,10 +261,11 @@ class EngineHost:
         if call.finished:
             return True
         status = call.status
+        # In this order: the library's threads move the status on between two looks, and a terminal one stays.
+        if status.Init() or status.InProgress():
+            return False
         if status.Succeeded():
             self._lingering.append(status)
-        elif status.Init() or status.InProgress():
-            return False
         else:
             call.failed = TransferError(
                 f"mori: {status.Code()}: {status.Message()}", code="transfer_unknown", where="write", backend="mori"

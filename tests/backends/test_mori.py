@@ -28,6 +28,7 @@ STAND_IN = Path(__file__).resolve().parent.parent / "support" / "fake_mori"
 SCENARIOS = [
     "late_transfer_is_held",
     "rest_is_never_posted",
+    "a_status_that_ends_between_two_looks",
     "dead_pair_is_rebuilt",
     "engines_are_bounded",
     "close_keeps_what_is_unfinished",

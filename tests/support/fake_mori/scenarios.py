@@ -107,6 +107,32 @@ def late_transfer_is_held() -> None:
     until(lambda: writer.backend.fence(peer))
 
 
+def a_status_that_ends_between_two_looks() -> None:
+    """The library's own threads end a transfer while we ask for its state."""
+
+    class Moving:
+        """Ends well right after the first look at it, whichever that is."""
+
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            def look(*arguments: Any) -> Any:
+                answer = getattr(self._real, name)(*arguments)
+                until(self._real.Succeeded)
+                return answer
+
+            return look
+
+    writer, _, peer = pair()
+    assert state_of(writer.backend.write(peer, pages([0]))) is DONE
+    host, whole = writer.host, writer.host._engine.batch_write
+    host._engine.batch_write = lambda *lists: [Moving(status) for status in whole(*lists)]
+    delay(20)
+    for row in range(1, 4):
+        assert state_of(writer.backend.write(peer, pages([row]))) is DONE
+
+
 def rest_is_never_posted() -> None:
     """A deadline in the middle of a batch: what was handed over ends well, the rest is never handed over, so FAILED."""
     writer, target, peer = pair(calls_in_flight=1, max_blocks_per_call=1)
