@@ -89,6 +89,10 @@ CODES: dict[str, CodeFacts] = {
 """Every code there is, with its meaning, HTTP status hint and whether a new room may succeed."""
 
 
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An error as it travels: in room failures, verdicts, HTTP bodies and records."""
 
@@ -99,6 +103,16 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     actual: Text = ""
     hint: Text = ""
     details: Annotated[dict[Text, Text], msgspec.Meta(max_length=32)] = {}
+
+    def __post_init__(self) -> None:
+        # Half a surrogate pair (a file's name, a client's text) has no UTF-8: such an error would never leave.
+        for name in ("message", "where", "expected", "actual", "hint"):
+            text = getattr(self, name)
+            if isinstance(text, str) and not text.isascii():
+                msgspec.structs.force_setattr(self, name, _sendable(text))
+        if self.details:
+            details = {_sendable(key): _sendable(value) for key, value in self.details.items()}
+            msgspec.structs.force_setattr(self, "details", details)
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
@@ -116,6 +130,7 @@ class PdError(Exception):
     def __init__(
         self,
         message: str,
+        /,  # details may bear any name, `self` and `message` too: a peer chooses them
         *,
         code: str = "",
         where: str = "",
