@@ -272,6 +272,7 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
     """
     if isinstance(batch, GridBatch):
         for grid in batch.grids:
+            _check_shapes(grid, peer)
             _check_grid(batch.src, grid, own_bytes, ("source", peer))
             _check_grid(batch.dst, grid, peer_bytes, ("destination", peer))
         return
@@ -296,6 +297,20 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
     _check_side(batch.dst, batch.dst_region, batch.dst_offset, batch.length, (peer_bytes, "destination", peer))
 
 
+def _check_shapes(grid: Grid, peer: str) -> None:
+    entries, blocks = grid.src_region.shape, grid.src_block.shape
+    of_entries = (grid.dst_region, grid.src_inner, grid.dst_inner, grid.entry_length)
+    if any(values is not None and values.shape != entries for values in of_entries) or not (
+        grid.dst_block.shape == grid.block_length.shape == blocks
+    ):
+        raise BackendError(
+            "a grid's arrays differ in shape",
+            code="segment_invalid",
+            where=f"batch for peer {peer}",
+            expected=f"{list(entries)} entries, {list(blocks)} blocks",
+        )
+
+
 def _check_grid(table: RegionTable, grid: Grid, segment_bytes: U64, owner: tuple[str, str]) -> None:
     """The same for a grid, exactly, on its entries alone: the furthest block stands for all of them."""
     side, peer = owner
@@ -308,12 +323,22 @@ def _check_grid(table: RegionTable, grid: Grid, segment_bytes: U64, owner: tuple
     )
     if grid.entry_length is None:
         furthest, length = int((block + grid.block_length).max()), np.zeros(inner.shape, np.uint64)
-        shortest = int(grid.block_length.min())
+        lengths = grid.block_length
     else:
         furthest, length = int(block.max()), grid.entry_length
-        shortest = int(grid.entry_length.min())
-    if not shortest:
+        lengths = grid.entry_length
+    if not int(lengths.min()):
         raise BackendError("a descriptor is empty", code="segment_invalid", where=f"{side} of peer {peer}")
+    # A sum that wraps would look like an offset inside.
+    largest = int(inner.max()) + int(block.max()) + int(lengths.max())
+    if largest >> 64:
+        raise BackendError(
+            "a descriptor's offset does not fit 64 bits",
+            code="segment_invalid",
+            where=f"{side} of peer {peer}",
+            expected=f"inner + block + length < {2**64}",
+            actual=f"{int(inner.max())} + {int(block.max())} + {int(lengths.max())} bytes",
+        )
     # From 0 to the end of the furthest byte: inside for the longest stretch means inside for every descriptor.
     stretch = inner + np.uint64(furthest) + length
     if inner.shape[0] <= FEW and _few_inside(table, region, np.zeros_like(inner), stretch, segment_bytes):

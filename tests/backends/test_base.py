@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pd.backends.base import FEW, batch_addresses, batch_rows, check_batch
-from sglang_pd.protocol.batch import RegionTable, WriteBatch
+from sglang_pd.protocol.batch import Grid, GridBatch, RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError
 
 SEGMENTS = np.array([1000, 5000], np.uint64)
@@ -57,6 +57,61 @@ def test_few_and_many_agree_with_plain_arithmetic(
     few = batch(table(*regions), *(list(column) for column in zip(*rows, strict=True)))
     many = batch(table(*regions), *(list(column) * FEW for column in zip(*rows, strict=True)))
     assert accepted(few) == accepted(many) == all(inside(row) for row in rows)
+
+
+ENTRY = st.tuples(st.integers(0, 3), NUMBERS, NUMBERS)
+BLOCK = st.tuples(NUMBERS, NUMBERS)
+
+
+def grid_batch(
+    side: RegionTable, entries: list[tuple[int, int, int]], blocks: list[tuple[int, int]], by_entry: bool
+) -> GridBatch:
+    """A grid that says the same of its source and its destination. entries: region, inner, length."""
+    region = np.array([one[0] for one in entries], np.uint32)
+    inner, lengths = (np.array([one[at] for one in entries], np.uint64) for at in (1, 2))
+    block, length = (np.array([one[at] for one in blocks], np.uint64) for at in (0, 1))
+    grid = Grid(region, region, inner, inner, block, block, length, lengths if by_entry else None)
+    return GridBatch(side, side, (grid,))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(REGION, min_size=1, max_size=3),
+    st.lists(ENTRY, min_size=1, max_size=3),
+    st.lists(BLOCK, min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_grids_agree_with_plain_arithmetic_on_each_of_their_descriptors(
+    regions: list[tuple[int, int, int]],
+    entries: list[tuple[int, int, int]],
+    blocks: list[tuple[int, int]],
+    by_entry: bool,
+) -> None:
+    def inside(entry: tuple[int, int, int], block: tuple[int, int]) -> bool:
+        region, start, length = entry[0], entry[1] + block[0], entry[2] if by_entry else block[1]
+        if region >= len(regions):
+            return False
+        segment, base, size = regions[region]
+        limit = int(SEGMENTS[segment]) if segment < 2 else -1
+        return base + size <= limit and length > 0 and start + length <= size
+
+    want = all(inside(entry, block) for entry in entries for block in blocks)
+    for times in (1, FEW + 1):
+        assert accepted(grid_batch(table(*regions), entries * times, blocks, by_entry)) == want
+
+
+def test_a_grid_whose_offset_is_negative_does_not_wrap_into_the_region() -> None:
+    """Inner -16: with block 100 it is inside, with block 0 it lies before the region."""
+    bad = grid_batch(table((0, 64, 500)), [(0, TOP - 15, 8)], [(0, 8), (100, 8)], by_entry=False)
+    assert not accepted(bad)
+
+
+def test_a_grid_of_other_shapes_is_refused() -> None:
+    good = grid_batch(table((0, 0, 1000)), [(0, 0, 8)], [(0, 8)], by_entry=True)
+    assert accepted(good)
+    two = np.array([0, 1], np.uint64)
+    for name in ("src_inner", "dst_inner", "entry_length", "dst_block", "block_length"):
+        assert not accepted(GridBatch(good.src, good.dst, (replace(good.grids[0], **{name: two}),))), name
 
 
 @pytest.mark.parametrize("count", [1, 100])
