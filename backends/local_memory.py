@@ -37,12 +37,15 @@ def create_memory(nbytes: int) -> HostMemory:
             expected=f"1 to {_physical_bytes()} bytes",
             actual=f"{nbytes} bytes",
         )
+    fd = -1
     try:
         fd = os.memfd_create("sglang-pd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         return _mapped(fd, nbytes)
     except OSError as error:
+        if fd >= 0:
+            os.close(fd)
         raise BackendError(
             "host memory was refused by the system", code="memory_refused", where="cpu", actual=str(error)
         ) from error

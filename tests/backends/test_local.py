@@ -1,6 +1,7 @@
 """The local backend beyond the conformance suite: its door, its proofs, its deadlines. Both ends in one process."""
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -231,6 +232,18 @@ def test_memory_that_could_shrink_is_not_mapped() -> None:
         map_peer_memory(fd, 8192)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_memory_that_is_refused_leaves_no_descriptor(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    before, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        for _ in range(5):
+            with pytest.raises(BackendError, match="memory_refused"):
+                pair[0].allocate(1 << 24)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_connections_leave_nothing_behind(pair: tuple[LocalBackend, LocalBackend]) -> None:
