@@ -35,6 +35,7 @@ from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
     host_identity,
+    no_descriptor,
     open_connection,
     pack_address,
     unpack_address,
@@ -80,7 +81,10 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> LocalBackend:
     for needed in ("memfd_create", "pidfd_open", "eventfd"):
         if not hasattr(os, needed):
             raise BackendUnavailable("this system lacks a call of Linux 5.3", where=f"os.{needed}")
-    return LocalBackend(epoch, chosen)
+    try:
+        return LocalBackend(epoch, chosen)
+    except OSError as error:
+        raise no_descriptor(error) from error
 
 
 def _cuda_installed() -> bool:
@@ -105,11 +109,15 @@ class LocalBackend(Backend):
         self._cuda: CudaSide | None = None
         self._peers: list[LocalPeer] = []
         self._leaving: list[LocalPeer] = []
-        self._wakeup = select.epoll()
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wakeup = select.epoll()
+            self._listener = Listener(epoch)
+        except OSError:
+            os.close(self._news)
+            raise
         self._wakeup.register(self._news, select.EPOLLIN)
         self._copier = Copier(options.copy_threads, self._notify)
-        self._listener = Listener(epoch)
 
     @property
     def capabilities(self) -> Capabilities:

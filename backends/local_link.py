@@ -8,6 +8,7 @@ readable when every thread of that process is gone, which is the proof behind `r
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -15,12 +16,12 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import xxhash
 
-from sglang_pd.protocol.errors import CODES, BackendError, PdError, TransferError
+from sglang_pd.protocol.errors import CODES, BackendError, BackendUnavailable, PdError, TransferError
 
 VERSION = 1
 """Version of the blob and of the messages. Raise it when either changes."""
@@ -28,6 +29,7 @@ VERSION = 1
 MAX_BLOB_BYTES = 1 << 20
 MAX_HELLO_BYTES = 4096
 MAX_WELCOME_BYTES = 1 << 20
+MAX_SEGMENT_BYTES = 1 << 52
 CONNECT_WITHIN_S = 1.0
 """The owner's thread waits so long for a peer that does not answer (a stopped process): shorter than any liveness."""
 FDS_A_MESSAGE = 200
@@ -39,6 +41,7 @@ _MAGIC = b"SPDL"
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 _SO_PEERPIDFD = 77
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 T = TypeVar("T")
 
@@ -46,10 +49,10 @@ T = TypeVar("T")
 class SegmentFacts(msgspec.Struct, frozen=True):
     """One exported segment. On a device: the exported handle of its allocation and the offset in it, else empty."""
 
-    nbytes: int
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
     device: str
     handle: bytes = b""
-    handle_offset: int = 0
+    handle_offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENT_BYTES)] = 0
     device_uuid: bytes = b""
 
 
@@ -81,8 +84,21 @@ class Welcome(msgspec.Struct, frozen=True):
 
 def host_identity() -> str:
     """Boot and network namespace of this process: abstract sockets and memory descriptors do not leave either."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError as error:
+        raise no_descriptor(error) from error
+
+
+def no_descriptor(error: OSError) -> BackendUnavailable:
+    """The error for what this process's own system refuses it, most often a descriptor."""
+    return BackendUnavailable(
+        "the system refuses this process a descriptor or a file",
+        where="local",
+        actual=str(error),
+        hint="Raise the limit of open files (ulimit -n; `sglang-pd doctor` shows it).",
+    )
 
 
 def pack_address(address: Address) -> bytes:
@@ -119,14 +135,18 @@ def open_pidfd(sock: socket.socket) -> tuple[int | None, int]:
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD), uid
-    except OSError:
-        pass  # before Linux 6.5, or another PID namespace: try by number
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise  # a writer without a proof would be let in for want of a descriptor
+        # before Linux 6.5, or another PID namespace: try by number
     if pid <= 0:
         return None, uid
     try:
         # The number may have been reused; then its first owner, the peer, is dead, and so is the proof asked for later.
         return os.pidfd_open(pid), uid
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise
         return None, uid
 
 
@@ -180,8 +200,10 @@ def receive_descriptors(sock: socket.socket, count: int) -> list[int]:
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     fds += array.array("i", payload[: len(payload) // 4 * 4])
-            if not data or flags & socket.MSG_CTRUNC:
-                raise ConnectionResetError("descriptors were cut off")
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, "the peer's descriptors were cut off")
+            if not data:
+                raise ConnectionResetError("the peer closed the connection")
         if len(fds) != count:
             raise ConnectionError(f"{len(fds)} descriptors came where {count} were announced")
     except BaseException:
@@ -206,9 +228,10 @@ class Connection:
 
 def open_connection(address: Address, epoch: int) -> Connection:
     """Connect as incarnation `epoch`. Raises `BackendError` for a refusal, `TransferError` (`peer_lost`) for nobody."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock: socket.socket | None = None
     pidfd: int | None = None
     try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         sock.settimeout(CONNECT_WITHIN_S)
         sock.connect(address.socket_name)
         pidfd, uid = open_pidfd(sock)
@@ -223,9 +246,12 @@ def open_connection(address: Address, epoch: int) -> Connection:
         sock.setblocking(False)
         return Connection(sock, pidfd, welcome.segments, fds)
     except (OSError, msgspec.DecodeError, PdError) as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         if pidfd is not None:
             os.close(pidfd)
         if isinstance(error, PdError):
             raise
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR:
+            raise no_descriptor(error) from error
         raise TransferError("the peer does not answer", code="peer_lost", actual=repr(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -27,6 +28,8 @@ from sglang_pd.backends.local_link import (
 MAX_CONNECTIONS = 4096
 HELLO_WITHIN_S = 5.0
 SEND_WITHIN_S = 2.0
+ACCEPT_PAUSE_S = 0.2
+"""Nobody is let in for so long once no descriptor is free: whoever waits keeps the socket readable."""
 
 
 @dataclass(eq=False)
@@ -72,11 +75,16 @@ class Listener:
         self.admission = 0
         self._revoked: dict[int, int] = {}  # by epoch: the admission that was in force when it was revoked
         self.name = b"\0sglang-pd/" + os.urandom(16).hex().encode()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._paused_until: float | None = None
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError:
+            os.close(self._stop_fd)
+            raise
         self._socket.bind(self.name)
         self._socket.listen(128)
         self._socket.setblocking(False)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
         self._poller.register(self._stop_fd, select.POLLIN)
@@ -114,7 +122,8 @@ class Listener:
 
     def _run(self) -> None:
         while True:
-            late = min((one.hello_by for one in self._open.values() if one.epoch is None), default=None)
+            due = [one.hello_by for one in self._open.values() if one.epoch is None]
+            late = min([*due, *([] if self._paused_until is None else [self._paused_until])], default=None)
             wait_ms = None if late is None else max(1, int((late - time.monotonic()) * 1000))
             for fd, _ in self._poller.poll(wait_ms):
                 if fd == self._stop_fd:
@@ -124,13 +133,19 @@ class Listener:
                 elif fd in self._open:
                     self._heard(self._open[fd])
             now = time.monotonic()
+            if self._paused_until is not None and self._paused_until <= now:
+                self._paused_until = None
+                self._poller.register(self._socket, select.POLLIN)
             for one in [one for one in self._open.values() if one.epoch is None and one.hello_by < now]:
                 self._drop(one)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._socket.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                self._paused_until = time.monotonic() + ACCEPT_PAUSE_S
+                self._poller.unregister(self._socket)
             return
         try:
             pidfd, uid = open_pidfd(sock)

@@ -1,5 +1,6 @@
 """The local backend beyond the conformance suite: its door, its proofs, its deadlines. Both ends in one process."""
 
+import contextlib
 import os
 import resource
 import socket
@@ -223,6 +224,79 @@ def test_a_peer_that_announces_too_much_is_left() -> None:
         with pytest.raises(TransferError, match="the limit is"):
             writer.connect(blob, 22)
         server.join()
+
+
+@pytest.mark.parametrize("nbytes", [-5, 0, 2**63])
+def test_a_peer_that_announces_an_impossible_segment_is_left(nbytes: int) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, make(11) as writer:
+        door.bind(b"\0sglang-pd-test/" + os.urandom(8).hex().encode())
+        door.listen(1)
+
+        def serve() -> None:
+            sock, _ = door.accept()
+            with sock, contextlib.suppress(OSError):  # it hangs up as soon as it has seen the table
+                sock.recv(8192)
+                body = msgspec.msgpack.encode(Welcome(segments=(local_link.SegmentFacts(nbytes, "cpu"),)))
+                sock.sendall(struct.pack("<I", len(body)) + body)
+                local_link.send_descriptors(sock, [door.fileno()])
+
+        before = len(os.listdir("/proc/self/fd"))
+        server = threading.Thread(target=serve)
+        server.start()
+        blob = pack_address(local_link.Address(22, door.getsockname(), host_identity()))
+        with pytest.raises(TransferError):
+            writer.connect(blob, 22)
+        server.join()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    """A process in which only so many descriptors are free."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 40, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        for _ in range(number):
+            os.close(held.pop())
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_descriptors_errors_are_ours_and_name_the_limit(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    blob = target.describe()
+    for left in range(4):
+        with descriptors_left(left):
+            with pytest.raises(BackendUnavailable, match="ulimit -n"):
+                create_backend("local", epoch=33)
+            try:
+                writer.disconnect(writer.connect(blob, 22))
+            except (BackendUnavailable, TransferError):
+                pass
+    writer.disconnect(writer.connect(blob, 22))
+    assert target.revoke(11) or eventually(lambda: target.revoke(11)), "nobody was let in without a proof"
+
+
+def test_the_door_rests_while_no_descriptor_is_free(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    target = pair[1]
+    blob, knocks = target.describe(), []
+    accept = target._listener._accept
+    target._listener._accept = lambda: knocks.append(accept())  # type: ignore[method-assign,func-returns-value]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        with descriptors_left(0):
+            sock.connect(unpack_address(blob).socket_name)
+            time.sleep(0.5)
+            assert 1 <= len(knocks) <= 5, "it spins"
+        sock.settimeout(5.0)
+        sock.sendall(hello())
+        assert receive_message(sock, Welcome, 1 << 20, 5.0).refusal == ""
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:
