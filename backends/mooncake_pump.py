@@ -130,7 +130,7 @@ class Pump:
 
     def drain_wakeup(self) -> None:
         """Make `wakeup_fd` unreadable until the next news."""
-        if self._news:
+        if self._news and not self._stopping:  # afterwards the descriptor's number may be somebody else's
             self._news = False
             try:
                 os.eventfd_read(self._event)

@@ -322,11 +322,13 @@ class MoriBackend(Backend):
 
     def progress(self) -> None:
         """Clear the wake-up; forget what has ended. The library advances by itself."""
+        if self._closed:
+            return  # the descriptor's number may be somebody else's
         try:
             os.eventfd_read(self._news_fd)
-        except (BlockingIOError, OSError):
+        except BlockingIOError:
             pass
-        if not self._closed and any(link.ended for link in self._links):
+        if any(link.ended for link in self._links):
             self._reap()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -218,6 +219,22 @@ def test_news_makes_the_descriptor_readable_once(bench: Bench) -> None:
     time.sleep(0.01)
     bench.pump.drain_wakeup()
     assert select.select([bench.pump.wakeup_fd()], [], [], 0.02)[0] == []
+
+
+def test_after_stop_nobody_reads_what_has_the_descriptors_number_now(bench: Bench) -> None:
+    transfer = bench.post([1000] * 50)
+    bench.raw.verdict = 1
+    assert becomes(transfer, DONE) and select.select([bench.pump.wakeup_fd()], [], [], 10.0)[0]
+    bench.pump.stop()
+    fd = os.eventfd(5, os.EFD_NONBLOCK)
+    try:
+        os.dup2(fd, bench.pump.wakeup_fd())
+        bench.pump.drain_wakeup()
+        assert os.eventfd_read(fd) == 5
+    finally:
+        os.close(bench.pump.wakeup_fd())
+        if fd != bench.pump.wakeup_fd():
+            os.close(fd)
 
 
 def test_stop_leaves_no_transfer_pending(bench: Bench) -> None:

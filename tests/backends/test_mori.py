@@ -33,6 +33,7 @@ SCENARIOS = [
     "engines_are_bounded",
     "close_keeps_what_is_unfinished",
     "close_drains",
+    "progress_after_close_reads_nothing",
     "disconnect_goes_on_holding",
     "silent_peer_blocks_nobody",
     "nobody_there",

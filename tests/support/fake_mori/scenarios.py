@@ -208,6 +208,18 @@ def close_drains() -> None:
     assert refusal(writer.backend.write, peer, pages([0])).code == "backend_unsupported"
 
 
+def progress_after_close_reads_nothing() -> None:
+    """Once closed, the number of the wake-up's descriptor is somebody else's."""
+    writer, _, _ = pair()
+    number = writer.backend.wakeup_fd()
+    assert number is not None
+    writer.backend.close()
+    other = os.eventfd(5, os.EFD_NONBLOCK)
+    os.dup2(other, number)
+    writer.backend.progress()
+    assert os.eventfd_read(other) == 5
+
+
 def disconnect_goes_on_holding() -> None:
     """`disconnect` cancels nothing: the transfer in flight is held and decided; the peer can be connected anew."""
     writer, target, peer = pair()
