@@ -200,6 +200,14 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
             if region.key in seen:
                 _refuse(f"{where}.regions[{region.layer_id}/{region.part}]", "one region a layer and part", "two")
             seen.add(region.key)
+        if len(kind.request_wide) < len(kind.parts) and all(r.part in kind.request_wide for r in self.regions):
+            # Such a stage computes no state of the kind: as its lowest holder it would send what nobody has written.
+            _refuse(
+                f"{where}.regions",
+                "a layer beside the request-wide part",
+                f"only {', '.join(sorted({r.part for r in self.regions}))}",
+                hint="A rank that has no layer of the kind registers no request-wide part of it either.",
+            )
 
 
 def _check_in_kind(region: Region, component: Component, where: str) -> None:

@@ -178,7 +178,18 @@ def test_sentinels_belong_to_request_wide_parts_and_to_no_other() -> None:
     refused(
         lambda: component("PLE", Pools().slot, wrong), f"component[PLE].regions[{ROPE}/ngram].layer_id", NGRAM
     )  # fmt: skip
-    component("QSA_PENDING", ring, Part("rope", (3,), 8, replicated=True, sentinel=ROPE))
+    ring_of = Part("rope", (3,), 8, replicated=True, sentinel=ROPE)
+    component("QSA_PENDING", ring, Part("key", (3,), 2, replicated=True), ring_of)
+
+
+@pytest.mark.parametrize(
+    ("kind", "space", "part"),
+    [("QSA_PENDING", Pools().ring, Part("rope", (3,), 8, replicated=True, sentinel=ROPE)),
+     ("PLE", Pools().slot, Part("ngram", (2,), 8, replicated=True, sentinel=NGRAM))],
+)  # fmt: skip
+def test_a_request_wide_part_comes_with_a_layer(kind: str, space: Any, part: Part) -> None:
+    """A stage without QSA layers has no RoPE ring: as the lowest holder it would send what nobody has written."""
+    refused(lambda: component(kind, space, part), f"component[{kind}].regions", part.name)
 
 
 @pytest.mark.parametrize(
