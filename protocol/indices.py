@@ -110,9 +110,14 @@ def pack_indices(space: int, indices: NDArray[np.integer] | Sequence[int]) -> In
 def prompt_digest(token_ids: NDArray[np.integer] | Sequence[int]) -> int:
     """xxh3-64 of the token ids as packed little-endian u32: what `RoomOpen.prompt_digest` holds.
 
-    Raises LocalProtocolError for an id outside 0 .. 2**32 - 1.
+    Raises LocalProtocolError for an id outside 0 .. 2**32 - 1, and for what is no flat list of integers.
     """
-    ids = np.asarray(token_ids, dtype=np.int64)
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        # A float would be cut, rows would be joined: another prompt, with the digest of this one.
+        raise LocalProtocolError(
+            "token ids are a flat array of integers", code="index_invalid", actual=f"{list(ids.shape)} of {ids.dtype}"
+        )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**32 - 1):
         raise LocalProtocolError("a token id does not fit 32 bits", code="index_invalid")
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype=_U32).tobytes())

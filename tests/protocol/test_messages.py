@@ -212,8 +212,9 @@ def test_prompt_digest_is_of_packed_little_endian_ids_and_takes_any_integers() -
     want = xxhash.xxh3_64_intdigest(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
     assert prompt_digest(ids) == prompt_digest(np.array(ids, np.int64)) == prompt_digest(np.array(ids, ">u4")) == want
     assert prompt_digest([]) == xxhash.xxh3_64_intdigest(b"")
-    with pytest.raises(LocalProtocolError):
-        prompt_digest([-1])
+    for bad in ([-1], [2**32], [1.5], [float("nan")], [[1, 2]], ["1"], [None], [True], np.array([2**63], np.uint64)):
+        with pytest.raises(LocalProtocolError, match="index_invalid"):
+            prompt_digest(bad)  # type: ignore[arg-type]
 
 
 # --- tickets ---------------------------------------------------------------------------------------------------------
