@@ -112,6 +112,8 @@ def plan_lanes(ranges: Ranges) -> list[Lane]:
     if len(lengths) <= LANES_BY_LENGTH:
         return [Lane(ranges, src[length == n], dst[length == n], n) for n in lengths]
     whole, tail = np.divmod(length, ITEM_BYTES)
+    if not whole.any():  # and the memory may be smaller than an item
+        return _tails(ranges, src, dst, tail)
     first = np.cumsum(whole) - whole
     step = (np.arange(int(whole.sum()), dtype=np.int64) - np.repeat(first, whole)) * ITEM_BYTES
     lanes = [Lane(ranges, np.repeat(src, whole) + step, np.repeat(dst, whole) + step, ITEM_BYTES)]

@@ -67,6 +67,17 @@ def test_the_last_byte_of_the_memory_is_reached() -> None:
     np.testing.assert_array_equal(memories.dst, memories.expected)
 
 
+@pytest.mark.parametrize("size", [64, 4096, local_copy.ITEM_BYTES - 1])
+def test_many_lengths_in_a_memory_smaller_than_an_item(size: int) -> None:
+    lengths = range(1, local_copy.LANES_BY_LENGTH + 2)
+    src, dst = np.arange(size, dtype=np.int64).astype(np.uint8), np.zeros(size, np.uint8)
+    at = np.cumsum([0, *lengths])[:-1]
+    spans = [(one.ctypes.data, one.ctypes.data + size) for one in (src, dst)]
+    copy_now([Ranges(at + spans[0][0], at + spans[1][0], np.array(lengths), *spans)])
+    np.testing.assert_array_equal(dst[: sum(lengths)], src[: sum(lengths)])
+    assert not dst[sum(lengths) :].any()
+
+
 @pytest.fixture
 def copier() -> Iterator[tuple[Copier, threading.Semaphore]]:
     told = threading.Semaphore(0)
