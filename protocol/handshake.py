@@ -72,7 +72,9 @@ def _transports(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator
     """Capabilities: an impossible pair of backends is refused here, never at the first request."""
     src = {rank.transport.backend: rank.transport for rank in prefill.ranks}
     dst = {rank.transport.backend: rank.transport for rank in decode.ranks}
-    yield from _differ("", "", {"backend": (" ".join(sorted(src)), " ".join(sorted(dst)))})
+    if len(src) > 1 or src.keys() != dst.keys():
+        # Two on one side are as bad: some rank would meet a peer of the other backend.
+        yield _mismatch("", "", "backend", " ".join(sorted(src)), " ".join(sorted(dst)))
     hosts = {r.transport.host_id for r in (*prefill.ranks, *decode.ranks) if r.transport.same_host_only}
     if len(hosts) > 1 or (hosts and "" in hosts):
         sides = (sorted({r.transport.host_id or "unknown" for r in m.ranks}) for m in (prefill, decode))

@@ -321,6 +321,22 @@ def test_transports_that_cannot_meet_are_refused_here() -> None:
     ]
 
 
+def test_ranks_of_one_instance_have_one_backend() -> None:
+    """Else a rank meets a peer of the other backend, though the sets of both sides are equal."""
+
+    def mixed(instance: InstanceManifest, *names: str) -> InstanceManifest:
+        ranks = [
+            msgspec.structs.replace(rank, transport=Transport(backend=names[number % 2]))
+            for number, rank in enumerate(instance.ranks)
+        ]
+        return msgspec.structs.replace(instance, ranks=tuple(ranks))
+
+    for prefill, decode in ((("local", "nixl"), ("nixl", "local")), (("local", "nixl"), ("local", "nixl"))):
+        verdict = compare(mixed(PREFILL, *prefill), mixed(DECODE, *decode))
+        assert [(m.field, m.prefill, m.decode) for m in verdict.mismatches] == [("backend", "local nixl", "local nixl")]
+    assert compare(mixed(PREFILL, "nixl", "nixl"), mixed(DECODE, "nixl", "nixl")).accepted
+
+
 def test_decode_regions_that_share_bytes_are_refused_and_a_prefills_are_not() -> None:
     def pull(region: Region) -> list[Region]:
         # layer 1 starts one byte before the end of layer 0
