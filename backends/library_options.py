@@ -28,8 +28,8 @@ def read_options(kind: type[T], options: Mapping[str, Any]) -> T:
     except msgspec.ValidationError as error:
         said, _, at = str(error).partition(" - at `$")
         where = PATH + at.rstrip("`")
-        wanted = said.partition(",")[0]
-        raise ConfigError("an option has the wrong type", where=where, expected=wanted, actual=said) from error
+        wanted, _, found = said.removeprefix("Expected ").partition(", got ")
+        raise ConfigError("an option has the wrong type", where=where, expected=wanted, actual=found) from error
 
 
 def unknown(where: str, name: object, valid: Iterable[str]) -> ConfigError:

@@ -75,8 +75,8 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> LocalBackend:
         raise ConfigError(
             str(error),
             where="$.backend.options",
-            expected=", ".join(LocalOptions.__struct_fields__),
-            actual=", ".join(options),
+            expected=f"options {', '.join(LocalOptions.__struct_fields__)}",
+            actual=repr(dict(options))[:200],
         ) from error
     for needed in ("memfd_create", "pidfd_open", "eventfd"):
         if not hasattr(os, needed):

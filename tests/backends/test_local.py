@@ -371,6 +371,7 @@ def test_options_are_checked() -> None:
         with pytest.raises(ConfigError) as caught:
             create_backend("local", epoch=1, options=options)
         assert caught.value.where == "$.backend.options"
+        assert "copy_threads" in str(caught.value.expected) and str(options) == caught.value.actual
 
 
 def test_device_memory_without_a_device_names_what_is_missing(pair: tuple[LocalBackend, LocalBackend]) -> None:

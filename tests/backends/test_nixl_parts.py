@@ -57,6 +57,22 @@ def test_a_wrong_option_is_named(options: dict[str, object], where: str) -> None
     assert caught.value.expected
 
 
+@pytest.mark.parametrize(
+    ("options", "where", "expected", "actual"),
+    [
+        ({"progress_thread": 1}, "progress_thread", "`bool`", "`int`"),
+        ({"num_threads": "two"}, "num_threads", "`int`", "`str`"),
+    ],
+)
+def test_a_wrong_type_is_named_with_the_right_one(
+    options: dict[str, object], where: str, expected: str, actual: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(options)
+    error = caught.value
+    assert (error.where, error.expected, error.actual) == (f"$.backend.options.{where}", expected, actual)
+
+
 def test_unknown_option_lists_and_suggests() -> None:
     with pytest.raises(ConfigError, match="num_threads") as caught:
         parse_options({"num_thread": 2})
