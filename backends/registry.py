@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from sglang_pd.backends.base import Backend
-from sglang_pd.protocol.errors import ConfigError, PdError
+from sglang_pd.protocol.errors import BackendUnavailable, ConfigError, PdError
 
 
 class BackendFactory(Protocol):
@@ -62,4 +62,11 @@ def create_backend(name: str, *, epoch: int, options: Mapping[str, Any] | None =
     except ImportError as error:
         raise ConfigError(
             "the backend's module does not import", code="backend_unavailable", where=name, actual=str(error)
+        ) from error
+    except OSError as error:
+        raise BackendUnavailable(
+            "the system refuses what the backend needs",
+            where=name,
+            actual=str(error),
+            hint="`sglang-pd doctor` shows this process's limits (ulimit -n: open files).",
         ) from error

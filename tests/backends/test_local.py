@@ -374,6 +374,15 @@ def test_options_are_checked() -> None:
         assert "copy_threads" in str(caught.value.expected) and str(options) == caught.value.actual
 
 
+def test_what_the_system_refuses_any_backend_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(**_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("sglang_pd.backends.mori.create", create)
+    with pytest.raises(BackendUnavailable, match="mori.*Too many open files.*ulimit -n"):
+        create_backend("mori", epoch=1)
+
+
 def test_device_memory_without_a_device_names_what_is_missing(pair: tuple[LocalBackend, LocalBackend]) -> None:
     if pair[0].capabilities.device_memory:
         pytest.skip("this machine has what it takes")
