@@ -249,6 +249,8 @@ class InstanceControl:
                     self._pending.append(pending)
             except PdError as error:
                 self._refuse(pending.facts, error)
+            except Exception as error:  # a defect may cost this room its life, but none of those behind it its end
+                self._refuse(pending.facts, RoomError(f"{type(error).__name__}: {error}", code="internal"))
 
     def _try(self, pending: _Pending, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
-from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.errors import ConfigError, RoomError
 
 MAX_FRAME_BYTES = 32 * 2**20
 SEND_HIGH_WATER, RECEIVE_HIGH_WATER = 1_000, 64
@@ -107,17 +107,22 @@ class Link:
 
         server_key: default `CurveKeys.server`, or this side's own key.
         """
-        dealer = self._context.socket(zmq.DEALER)
-        self._prepare(dealer)
-        if self._curve is not None:
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.public)
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.server or self._curve.public)
         try:
+            dealer = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # descriptors of this process, or sockets of libzmq
+            raise RoomError(
+                f"no socket for another peer: {error.strerror}", code="queue_full", where=address
+            ) from error
+        try:
+            self._prepare(dealer)
+            if self._curve is not None:
+                dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.public)
+                dealer.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
+                dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.server or self._curve.public)
             dealer.connect(address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, TypeError, ValueError) as error:
             dealer.close(linger=0)
-            raise ConfigError(f"not an address to connect to: {error.strerror}", actual=address) from error
+            raise ConfigError(f"not an address to connect to: {error}", actual=ascii(address)) from error
         self._next += 1
         self._dealers[self._next] = dealer
         return Called(self._next)

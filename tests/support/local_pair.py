@@ -1,0 +1,82 @@
+"""Two endpoints in one process over shared memory, for what a process of its own cannot be asked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sglang_pd import ControlConfig, DecodeEndpoint, PrefillEndpoint, RankSetup, RoomEvent, create_backend, new_epoch
+from sglang_pd.memory.layout import Capacity, layout_rank
+from sglang_pd.memory.scope import Scope
+from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
+from sglang_pd.protocol.bind import IndexLists
+from sglang_pd.protocol.manifest import RankId, Topology
+
+IDS = list(range(40))
+PAGE = 16
+KV = ComponentSpec("KV", "tokens", (RegionSpec("k", (0, 1), "float32", 2, (8,)),))
+CONFIG = ControlConfig(instance_id="one", model="test", verify="full", peer_wait_s=2.0)
+
+
+class Side:
+    """One endpoint, and every event it gave."""
+
+    def __init__(self, kind: type[Any], name: str) -> None:
+        layout = layout_rank(StateSpec((KV,), layers=2), Capacity(32 * PAGE, PAGE), Topology(), RankId(0, 0))
+        self.backend = create_backend("local", epoch=new_epoch())
+        segments = Scope(self.backend).allocate_layout(layout)
+        self.setup = RankSetup(backend=self.backend, components=layout.components, segments=segments)
+        self.space = layout.roots.tokens.list_space
+        self.at = kind(replace(CONFIG, instance_id=name), self.setup)
+        self.events: list[RoomEvent] = []
+
+    def lists(self, first: int = 1) -> IndexLists:
+        """Pages for `IDS`."""
+        return {self.space: self.space.ingest(np.arange(first, first + 3))}
+
+    def of(self, room: int) -> list[str]:
+        """What was said of a room, causes behind a colon."""
+        self.events += self.at.poll()
+        mine = [event for event in self.events if event.room == room]
+        return [f"{event.kind.value}:{event.error.code}" if event.error else event.kind.value for event in mine]
+
+    def released(self, room: int, timeout_s: float = 10.0) -> list[str]:
+        """The same, once its memory is back."""
+        deadline_s = time.monotonic() + timeout_s
+        while "releasable" not in (said := self.of(room)):
+            assert time.monotonic() < deadline_s, f"room {room}: {said}, {self.at.stats()}"
+            time.sleep(0.01)
+        return said
+
+    def close(self) -> None:
+        """End it."""
+        self.at.close()
+        self.backend.close()
+
+
+class LocalPair:
+    """A prefill and a decode that know each other."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Side(PrefillEndpoint, "prefill-0"), Side(DecodeEndpoint, "decode-0")
+        self.address = self.prefill.at.address
+
+    def start(self, room: int) -> None:
+        """Both legs of a room."""
+        self.prefill.at.request(room, IDS, self.prefill.lists())
+        self.decode.at.open(room, self.address, IDS, self.decode.lists())
+
+    def complete(self, room: int) -> None:
+        """A room that was started goes well."""
+        self.prefill.at.send(room, 0, len(IDS), last=True)
+        self.prefill.at.finish(room, len(IDS), b"record")
+        assert self.decode.released(room) == ["admitted", "done", "releasable"]
+        self.prefill.released(room)
+
+    def close(self) -> None:
+        """End both."""
+        self.prefill.close()
+        self.decode.close()
