@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_pd.backends.base import Backend
-from sglang_pd.protocol.bind import RoomIndices
-from sglang_pd.protocol.errors import IntegrityError, PdError
+from sglang_pd.protocol.bind import RoomIndices, live_elements
+from sglang_pd.protocol.errors import ErrorInfo, IntegrityError, PdError, RemoteProtocolError
 from sglang_pd.protocol.kinds import Elements
 from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.messages import Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.verify import RowDigest, layer_digests
 from sglang_pd.worker.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
@@ -102,6 +103,7 @@ class DestinationSide:
             src = RankId(record.writer.pp, record.writer.tp)
             part = (record.component, Elements(record.token_start, record.token_stop))
             own = pairing.decode.rank(self._rank)
+            _require_live(pairing, indices, record)
             digests = layer_digests(pairing.plan(src, self._rank), (own, "destination"), indices, part, self._digest)
         except KeyError:
             error = IntegrityError(
@@ -109,4 +111,19 @@ class DestinationSide:
             ).info()
         except PdError as reason:
             error = reason.info()
+        except Exception as reason:  # unanswered, the room would wait for this check for ever
+            error = ErrorInfo(code="internal", message=f"{type(reason).__name__}: {reason}"[:2000])
         self._report(Checked(number=order.number, room=record.room, digests=digests, error=error))
+
+
+def _require_live(pairing: Pairing, indices: RoomIndices, record: Wrote) -> None:
+    """Refuse a record of more than the room's live range: what a peer claims must not size what is read here."""
+    live = live_elements(record.component, pairing.component_space(record.component), indices.prompt)
+    if not live.start <= record.token_start <= record.token_stop <= live.stop:
+        raise RemoteProtocolError(
+            "the record lies outside the live range",
+            code="range_conflict",
+            where=f"room {record.room} {record.writer}/{record.component}",
+            expected=f"within [{live.start}, {live.stop})",
+            actual=f"[{record.token_start}, {record.token_stop})",
+        )

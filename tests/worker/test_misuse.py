@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from support.local_pair import IDS, LocalPair
+from support.worker_pair import wait_until
+
+from sglang_pd.protocol import messages as m
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,20 @@ def test_without_descriptors_rooms_are_refused_not_lost(pair: LocalPair) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in taken:
             os.close(fd)
+
+
+@pytest.mark.parametrize("stop", [41, 50_000_000, 2**32 - 1])
+def test_a_record_of_more_than_the_room_is_refused_before_it_is_read(pair: LocalPair, stop: int) -> None:
+    """The check of a peer's claim took memory by what it claimed, held the control thread, and might never answer."""
+    room = 60 + stop % 7
+    pair.start(room)
+    table = pair.decode.at.control.desk.decode
+    wait_until(lambda: room in table.rooms)
+    record = m.Wrote(
+        room=room, generation=table.rooms[room].generation, writer=m.Writer(0, 0), component="KV", layer_start=0,
+        layer_stop=2, token_start=0, token_stop=stop, last=True, nbytes=1, digests=b"\0" * 16,
+    )  # fmt: skip
+    peering = pair.prefill.at.control.peering
+    pair.prefill.at._loop.submit(lambda: [peering.send(talk.epoch, record) for talk in peering.all()])
+    assert pair.decode.released(room, 5.0) == ["failed:range_conflict", "releasable"]
+    pair.prefill.released(room)
