@@ -89,8 +89,9 @@ CODES: dict[str, CodeFacts] = {
 """Every code there is, with its meaning, HTTP status hint and whether a new room may succeed."""
 
 
-def _sendable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+def wire_text(text: str) -> str:
+    """The text as it can travel: what UTF-8 has no form for (half a surrogate pair) is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +110,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("message", "where", "expected", "actual", "hint"):
             text = getattr(self, name)
             if isinstance(text, str) and not text.isascii():
-                msgspec.structs.force_setattr(self, name, _sendable(text))
+                msgspec.structs.force_setattr(self, name, wire_text(text)[:MAX_TEXT])
         if self.details:
-            details = {_sendable(key): _sendable(value) for key, value in self.details.items()}
+            details = {wire_text(k)[:MAX_TEXT]: wire_text(v)[:MAX_TEXT] for k, v in self.details.items()}
             msgspec.structs.force_setattr(self, "details", details)
 
     def __str__(self) -> str:

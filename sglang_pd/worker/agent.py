@@ -6,6 +6,7 @@ thread. Calls cross by a bounded queue and a wake-up callable.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -155,13 +156,17 @@ class RankAgent:
         `after`: device event on which the bytes depend. lists: late source lists, with the last chunk. The source
         memory stays untouched until `RELEASABLE`.
         """
-        self._call(lambda: self.source.chunk(room, Ready(chunk, after, lists)))
+        plain = operator.index(room)
+        chunk = Chunk(operator.index(chunk.start), operator.index(chunk.stop), bool(chunk.last))
+        self._call(lambda: self.source.chunk(plain, Ready(chunk, after, lists)))
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
         """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0.
 
         Raises `LocalProtocolError` for one larger than 64 KiB.
         """
+        plain, covered = operator.index(room), operator.index(covered_tokens)
+        record = bytes(memoryview(record))
         if len(record) > MAX_RECORD_BYTES:
             raise LocalProtocolError(
                 "the handoff record is too large; large tensors are a REQUEST_ROW component",
@@ -170,7 +175,7 @@ class RankAgent:
                 expected=f"<= {MAX_RECORD_BYTES} bytes",
                 actual=f"{len(record)} bytes",
             )
-        self._call(lambda: self.source.handoff(room, covered_tokens, record))
+        self._call(lambda: self.source.handoff(plain, covered, record))
 
     def _call(self, call: Callable[[], None]) -> None:
         if len(self._calls) >= MAX_CALLS:

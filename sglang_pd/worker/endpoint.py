@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.protocol.bind import Chunk, IndexLists
-from sglang_pd.protocol.errors import ErrorInfo, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.protocol.messages import MAX_VALUE
@@ -38,6 +39,7 @@ from sglang_pd.worker.watch import Watch
 log = logging.getLogger("sglang_pd.worker")
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
+MAX_ROOM: Final = 2**63 - 1
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -134,12 +136,18 @@ class Endpoint:
             self._told = True
             os.eventfd_write(self._event_fd, 1)
 
-    def _enter(self, room: int) -> int:
-        """A handle for a room's call, unless the room is in use here: its chunks could not be told apart."""
-        handle = next(self._handles)
-        if self._active.setdefault(room, handle) != handle:
-            raise RoomError("that room is already open here", code="room_duplicate", where=f"room {room}")
-        return handle
+    def _enter(self, facts: RoomFacts, call: Callable[[], None]) -> int:
+        """Begin a room by its call, unless the room is in use here: its chunks could not be told apart. A room whose
+        call is refused was never in use.
+        """
+        if self._active.setdefault(facts.room, facts.handle) != facts.handle:
+            raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
+        try:
+            self._loop.submit(call)
+        except RoomError:
+            del self._active[facts.room]
+            raise
+        return facts.handle
 
     def poll(self) -> list[RoomEvent]:
         """Events since the last call, in order. Never blocks."""
@@ -159,7 +167,7 @@ class Endpoint:
 
     def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
         """Give a room up, in whatever state it is. Its memory comes back by RELEASABLE, after the fence."""
-        error = ErrorInfo(code=code, message=reason[:2000])
+        error = RoomError(reason, code=code).info()
         self._loop.submit(lambda: self.control.abort(room, error))
 
     def drain(self, deadline_s: float = 30.0) -> None:
@@ -248,9 +256,8 @@ class PrefillEndpoint(Endpoint):
         Raises `RoomError` (`room_duplicate`) for a room that is in use here; other refusals (it ended before, the
         worker drains) come as FAILED.
         """
-        facts = _facts(self._enter(room), room, token_ids, lists, trace)
-        self._loop.submit(lambda: self.control.request(facts))
-        return facts.handle
+        facts = _facts(next(self._handles), room, token_ids, lists, trace)
+        return self._enter(facts, lambda: self.control.request(facts))
 
     def send(
         self, room: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
@@ -290,14 +297,21 @@ class DecodeEndpoint(Endpoint):
         The memory in `lists` belongs to the room until RELEASABLE. Returns the handle that its events carry.
         trace goes into this side's records, and to prefill.
         """
-        facts = _facts(self._enter(room), room, token_ids, lists, trace, prefix_tokens)
-        self._loop.submit(lambda: self.control.open(facts, address))
-        return facts.handle
+        facts = _facts(next(self._handles), room, token_ids, lists, trace, prefix_tokens)
+        return self._enter(facts, lambda: self.control.open(facts, address))
 
     def decline(self, room: int, address: str, error: ErrorInfo) -> None:
         """Refuse a room before it is opened: prefill behind `address` fails it with this cause instead of waiting."""
-        facts = RoomFacts(handle=0, room=room, prompt_tokens=1, prompt_digest=0, lists=())
+        facts = RoomFacts(handle=0, room=_room_id(room), prompt_tokens=1, prompt_digest=0, lists=())
         self._loop.submit(lambda: self.control.open(facts, address, declined=error))
+
+
+def _room_id(room: int) -> int:
+    """The id as it travels. Another one must not get as far as memory that only a message about it can free."""
+    plain = operator.index(room)
+    if not 0 <= plain <= MAX_ROOM:
+        raise RoomError("not a room id", code="request_rejected", where="room", expected="0 to 2**63 - 1", actual=room)
+    return plain
 
 
 def _facts(
@@ -305,13 +319,13 @@ def _facts(
 ) -> RoomFacts:
     return RoomFacts(
         handle=handle,
-        room=room,
+        room=_room_id(room),
         prompt_tokens=len(token_ids),
         prompt_digest=prompt_digest(token_ids),
         lists=pack_lists(lists),
-        prefix_tokens=prefix_tokens,
-        request_id=trace.request_id[:MAX_VALUE],
-        traceparent=trace.parent[:MAX_VALUE],
+        prefix_tokens=operator.index(prefix_tokens),
+        request_id=wire_text(trace.request_id)[:MAX_VALUE],
+        traceparent=wire_text(trace.parent)[:MAX_VALUE],
     )
 
 

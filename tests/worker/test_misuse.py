@@ -8,11 +8,14 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from support.local_pair import IDS, LocalPair
 from support.worker_pair import wait_until
 
 from sglang_pd.protocol import messages as m
+from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.worker.endpoint import Trace
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,55 @@ def test_a_record_of_more_than_the_room_is_refused_before_it_is_read(pair: Local
     pair.prefill.at._loop.submit(lambda: [peering.send(talk.epoch, record) for talk in peering.all()])
     assert pair.decode.released(room, 5.0) == ["failed:range_conflict", "releasable"]
     pair.prefill.released(room)
+
+
+@pytest.mark.parametrize("room", [-1, 2**63, 2**64, "7", 7.0, None])
+def test_what_is_no_room_id_gets_no_further(pair: LocalPair, room: Any) -> None:
+    """Decode's memory was withheld for ever: neither the open nor the abort of such a room could be written."""
+    with pytest.raises((RoomError, TypeError)):
+        pair.decode.at.open(room, pair.address, IDS, pair.decode.lists())
+    with pytest.raises((RoomError, TypeError)):
+        pair.prefill.at.request(room, IDS, pair.prefill.lists())
+
+
+def test_numbers_of_numpy_are_numbers(pair: LocalPair) -> None:
+    room = np.int64(10)
+    pair.prefill.at.request(room, np.array(IDS), pair.prefill.lists())
+    pair.decode.at.open(room, pair.address, np.array(IDS), pair.decode.lists(), prefix_tokens=np.int64(0))
+    pair.prefill.at.send(room, np.int64(0), np.int64(40), last=np.bool_(True))
+    pair.prefill.at.finish(room, np.int64(40), memoryview(np.arange(4)))
+    assert pair.decode.released(10) == ["admitted", "done", "releasable"]
+    assert [event.record for event in pair.decode.events if event.room == 10][0] == np.arange(4).tobytes()
+
+
+@pytest.mark.parametrize("record", ["text", None, 5])
+def test_a_record_is_bytes(pair: LocalPair, record: Any) -> None:
+    with pytest.raises(TypeError):
+        pair.prefill.at.finish(11, 40, record)
+
+
+def test_a_room_whose_call_was_refused_was_never_in_use(pair: LocalPair) -> None:
+    for call in (
+        lambda: pair.prefill.at.request(20, [-1], pair.prefill.lists()),
+        lambda: pair.decode.at.open(20, pair.address, [-1], pair.decode.lists()),
+        lambda: pair.decode.at.open(20, pair.address, IDS, None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((PdError, AttributeError)):
+            call()
+    pair.start(20)
+    pair.complete(20)
+
+
+def test_texts_that_utf8_cannot_say_do_not_pin_memory(pair: LocalPair) -> None:
+    half = "\ud800"
+    pair.prefill.at.request(30, IDS, pair.prefill.lists(), trace=Trace(half, half))
+    pair.decode.at.open(30, pair.address, IDS, pair.decode.lists(), trace=Trace(half, half))
+    wait_until(lambda: pair.decode.at.stats()["rooms"] == 1)
+    pair.decode.at.abort(30, half)
+    assert pair.decode.released(30) == ["aborted:room_aborted", "releasable"]
+    assert sorted(pair.prefill.released(30)) == ["aborted:room_aborted", "releasable"]
+
+
+def test_an_abort_names_a_code_that_exists(pair: LocalPair) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        pair.decode.at.abort(31, code="nonsense")
