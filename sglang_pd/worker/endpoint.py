@@ -105,10 +105,13 @@ class Endpoint:
         try:
             self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
             self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
-        except BaseException:
+            self._start(config, setup)
+        except BaseException:  # the port must be free for the next attempt
             self.link.close()
             os.close(self._event_fd)
             raise
+
+    def _start(self, config: ControlConfig, setup: RankSetup) -> None:
         self.control = InstanceControl(config, self.link, self._emit)
         self.agent = RankAgent(
             setup.facts(),
@@ -120,8 +123,8 @@ class Endpoint:
         )
         self.control.watch = self.watch
         self.agent.source.on_posted = self.watch.posted
-        self._loop = WorkerLoop(self.link, self.control, self.agent, name=f"pd-{config.instance_id}")
         self.control.attach(self.agent)
+        self._loop = WorkerLoop(self.link, self.control, self.agent, name=f"pd-{config.instance_id}")
         self._loop.start()
 
     def _emit(self, event: RoomEvent) -> None:
@@ -150,19 +153,20 @@ class Endpoint:
         return facts.handle
 
     def poll(self) -> list[RoomEvent]:
-        """Events since the last call, in order. Never blocks."""
-        try:
-            os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            return []
-        self._told = False  # after reading, before taking: an event that comes from here on wakes again
+        """Events since the last call, in order; after `close` those that were left. Never blocks."""
+        if not self._closed:  # else the descriptor's number may be somebody else's
+            try:
+                os.eventfd_read(self._event_fd)
+            except BlockingIOError:
+                return []
+            self._told = False  # after reading, before taking: an event that comes from here on wakes again
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
 
     def wakeup_fd(self) -> int:
-        """A descriptor that turns readable when `poll` has events."""
+        """A descriptor that turns readable when `poll` has events; -1 after `close`."""
         return self._event_fd
 
     def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
@@ -217,7 +221,8 @@ class Endpoint:
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self.link.close()
-        os.close(self._event_fd)
+        fd, self._event_fd = self._event_fd, -1
+        os.close(fd)
 
     def __enter__(self) -> Endpoint:
         return self
@@ -336,6 +341,13 @@ class RankEndpoint:
         self, setup: RankSetup, control_address: str, *, curve: CurveKeys | None = None, heartbeat_s: float = 0.5
     ) -> None:
         self._remote = RemoteRank(control_address, curve=curve, heartbeat_s=heartbeat_s)
+        try:
+            self._start(setup)
+        except BaseException:
+            self._remote.link.close()
+            raise
+
+    def _start(self, setup: RankSetup) -> None:
         self.agent = RankAgent(
             setup.facts(),
             setup.backend,

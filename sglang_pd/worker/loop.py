@@ -67,8 +67,12 @@ class WorkerLoop:
         self.last_turn_s = time.monotonic()
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread. Raises `RuntimeError` where the system has none left."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close_bell()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -125,6 +129,9 @@ class WorkerLoop:
                 self._fault(error, defect=True)
                 poller, polled, ready = zmq.Poller(), set[object](), None
                 time.sleep(BUSY_WITHOUT_FD_S)
+        self._close_bell()
+
+    def _close_bell(self) -> None:
         with self._bell_lock:
             self._closed = True
             os.close(self._bell)

@@ -6,15 +6,19 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.local_pair import IDS, LocalPair
+from support.local_pair import CONFIG, IDS, LocalPair
 from support.worker_pair import wait_until
+from support.worker_process import free_address
 
+from sglang_pd import Network, PrefillEndpoint
 from sglang_pd.protocol import messages as m
-from sglang_pd.protocol.errors import PdError, RoomError
+from sglang_pd.protocol.errors import ConfigError, ManifestError, PdError, RoomError
+from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.endpoint import Trace
 
 
@@ -127,3 +131,29 @@ def test_texts_that_utf8_cannot_say_do_not_pin_memory(pair: LocalPair) -> None:
 def test_an_abort_names_a_code_that_exists(pair: LocalPair) -> None:
     with pytest.raises(TypeError, match="nonsense"):
         pair.decode.at.abort(31, code="nonsense")
+
+
+def test_an_endpoint_that_cannot_be_made_leaves_nothing(pair: LocalPair) -> None:
+    setup, network = pair.prefill.setup, Network(bind=free_address())
+    config, before = replace(CONFIG, instance_id="again"), len(os.listdir("/proc/self/fd"))
+    segments = tuple(replace(segment, number=segment.number + 1) for segment in setup.segments)
+    for bad in (replace(setup, rank=RankId(3, 0)), replace(setup, segments=segments)):
+        with pytest.raises((ManifestError, ConfigError)) as raised:
+            PrefillEndpoint(config, bad, network)
+        assert isinstance(raised.value, ManifestError)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_after_close_nobody_elses_descriptor_is_read() -> None:
+    both = LocalPair()
+    both.close()
+    later = [os.eventfd(3, os.EFD_NONBLOCK) for _ in range(40)]
+    try:
+        assert both.prefill.at.poll() == both.decode.at.poll() == []
+        assert [os.eventfd_read(fd) for fd in later] == [3] * 40
+        assert both.decode.at.wakeup_fd() == -1
+    finally:
+        for fd in later:
+            os.close(fd)
+    with pytest.raises(RoomError, match="closed"):
+        both.decode.at.open(1, both.address, IDS, both.decode.lists())
