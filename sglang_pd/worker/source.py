@@ -37,6 +37,8 @@ from sglang_pd.worker.orders import (
 
 MAX_WAITING_CHUNKS: Final = 65_536
 """Chunks that wait for their room to begin, over all rooms."""
+MAX_WAITING_ROOMS: Final = 65_536
+"""Rooms kept, begun or not."""
 MAX_FORGOTTEN: Final = 65_536
 """Rooms remembered as over, so that an engine's late chunk does not bring one back."""
 FORGOTTEN_S: Final = 30.0
@@ -190,11 +192,9 @@ class SourceSide:
         """A chunk is computed; its bytes are ready once `after` (a device event, or None) has happened."""
         if self._is_over(room):
             return
-        if self._waiting >= MAX_WAITING_CHUNKS:
-            error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"room {room}")
-            self._fault(room, self._rooms.setdefault(room, _Room()), error.info())
+        entry = self._entry(room)
+        if entry.faulted:
             return
-        entry = self._rooms.setdefault(room, _Room())
         entry.waiting.append(ready)
         self._waiting += 1
         self._post(room, entry)
@@ -202,8 +202,23 @@ class SourceSide:
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
         """The facts that travel with the state; reported after this rank's transfers are DONE."""
         if not self._is_over(room):
-            self._rooms.setdefault(room, _Room()).handoff = (covered_tokens, record)
-            self._report_progress(room, self._rooms[room])
+            entry = self._entry(room)
+            entry.handoff = (covered_tokens, record)
+            self._report_progress(room, entry)
+
+    def _entry(self, room: int) -> _Room:
+        """A room's entry. Where too much waits, the one that has waited longest gives way: rooms that nobody asked for,
+        or that ended long ago, must not use up the place of those to come.
+        """
+        entry = self._rooms.setdefault(room, _Room())
+        while self._waiting >= MAX_WAITING_CHUNKS or len(self._rooms) > MAX_WAITING_ROOMS:
+            oldest = next((number for number, waits in self._rooms.items() if waits.begun is None), room)
+            error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"room {oldest}")
+            self._fault(oldest, self._rooms[oldest], error.info())
+            self.forget(Forget(room=oldest, generation=0))
+            if oldest == room:
+                break
+        return entry
 
     # --- orders ------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from sglang_pd import Network, PrefillEndpoint
 from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.errors import ConfigError, ManifestError, PdError, RoomError
 from sglang_pd.protocol.manifest import RankId
+from sglang_pd.worker import source
 from sglang_pd.worker.endpoint import Trace
 
 
@@ -157,3 +158,48 @@ def test_after_close_nobody_elses_descriptor_is_read() -> None:
             os.close(fd)
     with pytest.raises(RoomError, match="closed"):
         both.decode.at.open(1, both.address, IDS, both.decode.lists())
+
+
+@pytest.mark.parametrize("bound", ["MAX_WAITING_CHUNKS", "MAX_WAITING_ROOMS"])
+def test_chunks_that_nobody_asked_for_do_not_use_up_the_place(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    """They waited for ever, and at the bound every room to come was refused instead."""
+    monkeypatch.setattr(source, bound, 8)
+    for number in range(20):
+        pair.prefill.at.send(1_000 + number, 0, 16, last=False)
+        pair.prefill.at.finish(2_000 + number, 40, b"record")
+    pair.start(70)
+    pair.complete(70)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"heartbeat_s": 2.0, "liveness_s": 3.0},
+        {"heartbeat_s": 0.0},
+        {"liveness_s": float("inf")},
+        {"peer_wait_s": float("nan")},
+        {"verify": "Full"},
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_when_it_is_made(wrong: dict[str, Any]) -> None:
+    """Their handshakes could never be written, and an unknown `verify` verified nothing."""
+    with pytest.raises(ConfigError, match=min(wrong, key=lambda name: name == "heartbeat_s" and len(wrong) > 1)):
+        replace(CONFIG, **wrong)
+
+
+@pytest.mark.parametrize("deadline_s", [1e9, float("inf")])
+def test_a_drain_without_end_is_told_to_peers(deadline_s: float) -> None:
+    both = LocalPair()
+    try:
+        both.start(1)
+        both.complete(1)
+        both.prefill.at.drain(deadline_s)
+        peers = both.decode.at.control.desk.decode.peers
+        wait_until(lambda: all(peer.drain_until_s is not None for peer in peers.values()))
+        assert both.prefill.at.stats()["loop_faults"] == 0
+        with pytest.raises(RoomError, match="deadline_s"):
+            both.decode.at.drain(float("nan"))
+    finally:
+        both.close()
