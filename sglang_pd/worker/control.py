@@ -40,7 +40,7 @@ from sglang_pd.worker.orders import (
 )
 from sglang_pd.worker.peering import Peering
 from sglang_pd.worker.ranks import Ranks
-from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
 from sglang_pd.worker.watch import Watch
 
 PEERS: Final = "peers"
@@ -167,7 +167,8 @@ class InstanceControl:
         if self.peering is not None and self.desk is not None:
             self.peering.draining = True
             self.desk.prefill.draining = self.desk.decode.draining = True
-            self.peering.broadcast(Draining(deadline_ms=max(1, int(deadline_s * 1000)), reason=reason[:200]))
+            told_ms = max(1, int(min(deadline_s, MAX_DURATION_S) * 1000))
+            self.peering.broadcast(Draining(deadline_ms=told_ms, reason=reason[:200]))
 
     # --- asked by the engine -----------------------------------------------------------------------------------------
 

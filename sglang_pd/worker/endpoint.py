@@ -176,6 +176,8 @@ class Endpoint:
 
     def drain(self, deadline_s: float = 30.0) -> None:
         """Take no new rooms; open ones have `deadline_s` seconds. `drained` turns True when none is left."""
+        if not float(deadline_s) >= 0:
+            raise RoomError("not a duration", code="config_invalid", where="deadline_s", actual=deadline_s)
         self._loop.submit(lambda: self.control.drain(deadline_s))
 
     @property
