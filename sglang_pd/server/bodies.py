@@ -149,7 +149,7 @@ def decode(raw: bytes, schema: type[AnyBody]) -> AnyBody:
     """A body as its struct. Raises `RoomError` (`request_rejected`, 400) naming the field."""
     try:
         data = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _rejected("the body is not JSON", "body", actual=str(error)) from None
     if not isinstance(data, dict):
         raise _rejected("the body is not an object", "body", expected="{...}", actual=type(data).__name__)

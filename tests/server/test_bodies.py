@@ -54,6 +54,7 @@ def test_what_the_sglang_router_sends_is_taken() -> None:
     ("raw", "said"),
     [
         (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[1]", "not an object"),
         (b'{"text": 1}', "body.text"),
         (b'{"text": "a", "stream": "yes"}', "body.stream"),
