@@ -80,7 +80,7 @@ class Envelope(Generic[Body]):
             raise malformed("the blob is damaged", expected=expected, actual=f"{len(body)} bytes")
         try:
             return msgspec.msgpack.decode(body, type=self.body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise malformed("the blob's body does not decode", actual=str(error)) from None
 
 

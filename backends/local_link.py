@@ -125,7 +125,7 @@ def unpack_address(blob: bytes) -> Address:
         raise BackendError("a connect blob is damaged", where="blob", expected="its digest", actual="another")
     try:
         return msgspec.msgpack.decode(body, type=Address)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BackendError("a connect blob does not decode", where="blob", actual=str(error)) from error
 
 
@@ -175,7 +175,7 @@ def _receive_exactly(sock: socket.socket, count: int, end: float) -> bytes:
 
 
 def receive_message(sock: socket.socket, kind: type[T], limit: int, within_s: float) -> T:
-    """Receive one message. Raises `OSError` (timeouts are) and `msgspec.DecodeError`."""
+    """Receive one message. Raises `OSError` (timeouts are), `msgspec.DecodeError`, `RecursionError`."""
     end = time.monotonic() + within_s
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, end))
     if length > limit:
@@ -245,7 +245,7 @@ def open_connection(address: Address, epoch: int) -> Connection:
         fds = receive_descriptors(sock, sum(facts.device == "cpu" for facts in welcome.segments))
         sock.setblocking(False)
         return Connection(sock, pidfd, welcome.segments, fds)
-    except (OSError, msgspec.DecodeError, PdError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError, PdError) as error:
         if sock is not None:
             sock.close()
         if pidfd is not None:

@@ -201,7 +201,7 @@ class Listener:
                 return
             send_descriptors(one.sock, self.exports.fds)
             one.sock.setblocking(False)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             self._drop(one)
 
     def _judge(self, hello: Hello) -> Welcome:

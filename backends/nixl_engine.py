@@ -243,7 +243,7 @@ class Engine:
     def _greet(self, message: bytes) -> None:
         try:
             hello = msgspec.msgpack.decode(message, type=Hello)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             log.warning("a writer's greeting does not decode: %s", error)
             return
         self._know(hello.epoch, hello.process)

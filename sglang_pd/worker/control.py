@@ -358,7 +358,7 @@ class InstanceControl:
             if isinstance(report, Joined):
                 self._join_remote(party, report)
                 return
-        except (msgspec.MsgspecError, PdError):
+        except (msgspec.MsgspecError, RecursionError, PdError):
             self.link.counts["malformed_reports"] += 1
             return
         rank = self._by_party.get(party)

@@ -216,7 +216,7 @@ def read_manifest(encoded: bytes, digest: int) -> InstanceManifest:
     """Decode a manifest that travelled. Raises `RemoteProtocolError` for one that contradicts itself or its digest."""
     try:
         manifest = msgspec.msgpack.decode(encoded, type=InstanceManifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RemoteProtocolError(f"the manifest does not decode: {error}", code="message_malformed") from error
     except PdError as error:
         raise RemoteProtocolError(

@@ -29,7 +29,7 @@ class RemoteRank:
         """One order. What does not decode is dropped and counted."""
         try:
             order = decode_order(frame)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             self.link.counts["malformed_orders"] += 1
             return
         if self.agent is None:

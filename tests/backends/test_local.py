@@ -24,6 +24,8 @@ from sglang_pd.testing.memory import fill, read_bytes
 from sglang_pd.testing.pattern import Ranges, make_batch, pages
 
 SIZE = 1 << 22
+NESTED = struct.pack("<I", 4_004) + b"\x81\xa1x" + b"\x91" * 4_000 + b"\xc0"
+"""A message with an unknown field that is nested deeper than the decoder goes."""
 
 
 def make(epoch: int) -> LocalBackend:
@@ -137,8 +139,8 @@ def hello(version: int = local_link.VERSION, wants: int = 22) -> bytes:
 
 @pytest.mark.parametrize(
     "said",
-    [b"\xff" * 16, b"\x05\0\0\0hello", struct.pack("<I", 2**31), b"\0\0\0\0", b"G" * 8000],
-    ids=["noise", "no message", "huge", "empty", "long"],
+    [b"\xff" * 16, b"\x05\0\0\0hello", struct.pack("<I", 2**31), b"\0\0\0\0", b"G" * 8000, NESTED],
+    ids=["noise", "no message", "huge", "empty", "long", "nested"],
 )
 def test_nonsense_is_hung_up_on_and_harms_nobody(pair: tuple[LocalBackend, LocalBackend], said: bytes) -> None:
     writer, target = pair

@@ -29,6 +29,8 @@ from sglang_pd.worker.orders import encode as encode_report
 
 # A class whose unpickling would end the process, by hand: nothing here may need the library that reads such bytes.
 PICKLE = b"cos\n_exit\n(I3\ntR."
+NESTED = b"\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 3_900 + b"\xc0"
+"""A map whose unknown field is nested deeper than the decoder goes."""
 MIB = 2**20
 
 
@@ -78,6 +80,7 @@ def garbage(seed: int) -> Iterator[bytes]:
         yield bytes(bent)
         yield good[: draw.randrange(len(good))]
         yield b"\x81" * draw.randrange(2_000)  # nesting as deep as it goes
+        yield NESTED
 
 
 @pytest.mark.parametrize("port", ["address", "ranks_address"])
