@@ -194,7 +194,7 @@ class DecodeRunner(Runner):
         """The request is over and its memory the engine's own: give it back."""
         self._jobs.pop(entry.handle, None)
         self._rooms.discard(entry.job.room)
-        self.parts.engine.release(entry.job.request_id)
+        self.forget(entry.job.request_id)
         entry.lease.release()
 
     def _begin(self, job: Job) -> None:

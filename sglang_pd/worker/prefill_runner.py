@@ -118,7 +118,7 @@ class PrefillRunner(Runner):
             return
         if entry.lease.pins:
             entry.lease.unpin(whole=entry.whole_pinned)
-            self.parts.engine.release(entry.job.request_id)
+            self.forget(entry.job.request_id)
             entry.lease.release()
         if entry.ended:
             self._jobs.pop(entry.handle, None)
@@ -152,7 +152,7 @@ class PrefillRunner(Runner):
                 job.room, job.token_ids, lists, trace=Trace(job.request_id, job.traceparent)
             )
         except BaseException:
-            self.parts.engine.release(job.request_id)
+            self.forget(job.request_id)
             lease.release()
             raise
         lease.pin()

@@ -280,7 +280,10 @@ class Runner(abc.ABC):
             self._calls.popleft()()
         for event in self._endpoint.poll():
             self.progress_s = time.monotonic()
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception:  # the events behind it are of other rooms, and come only once
+                log.exception("a defect at the event %s of room %d", event.kind.value, event.room)
         self._begin_queued()
         stepped = self._step()
         if stepped:
@@ -305,8 +308,15 @@ class Runner(abc.ABC):
             output = self.parts.engine.prefill(PrefillChunk(name, 0, 1, lease.tables()))
             return output.token if output is not None else -1
         finally:
-            self.parts.engine.release(name)
+            self.forget(name)
             lease.release()
+
+    def forget(self, request_id: str) -> None:
+        """Let the engine forget a request. Where it fails to, the request's memory must still come back."""
+        try:
+            self.parts.engine.release(request_id)
+        except Exception:
+            log.exception("the engine failed to release request %s", request_id)
 
     @staticmethod
     def tell(job: Job, update: Update) -> None:

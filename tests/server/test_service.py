@@ -62,6 +62,22 @@ def test_decode_tells_prefill_the_request_and_its_trace(pair: Pair, monkeypatch:
     assert pair.settled()
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_an_engine_that_fails_to_release_costs_no_memory(pair: Pair, monkeypatch: Any, leg: str) -> None:
+    """Its rows were lost, and with them the events of the rooms that were polled with its own."""
+    engine = getattr(pair, leg).parts.engine
+    real = engine.release
+
+    def broken(request_id: str) -> None:
+        real(request_id)
+        raise KeyError(request_id)
+
+    monkeypatch.setattr(engine, "release", broken)
+    answers = pair.ask(many(pair, bodies_of(pair, 8)))
+    assert [(p.status_code, d.status_code) for p, d in answers] == [(200, 200)] * 8
+    assert pair.settled()
+
+
 def test_a_defect_of_the_engine_costs_its_own_room(pair: Pair, oracle: Oracle, monkeypatch: Any) -> None:
     engine = pair.prefill.parts.engine
     real = engine.prefill
