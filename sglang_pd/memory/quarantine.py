@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.idx import I64
 from sglang_pd.protocol.spaces import AnySpace
+
+log = logging.getLogger("sglang_pd.memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,10 @@ class Quarantine:
         self.held_bytes += item.nbytes
         self.admitted_total += 1
         if self.over_budget and not was_over and self._on_over_budget is not None:
-            self._on_over_budget(self.held_bytes)
+            try:
+                self._on_over_budget(self.held_bytes)
+            except Exception:  # it is only told: the lease must not stay in a state that denies what was done
+                log.exception("what is to happen over the quarantine's budget failed")
 
     def take(self, generation: int) -> Withheld:
         """Remove what a fence has freed. Raises `LeaseError` where nothing of that generation is held."""

@@ -201,6 +201,23 @@ def test_a_pinned_lease_is_quarantined_never_released() -> None:
         a.fenced(lease.generation)
 
 
+def test_a_callback_that_raises_leaves_the_books_balanced() -> None:
+    """The lease stayed armed, and could be given back, while its memory was withheld."""
+
+    def broken(held: int) -> None:
+        raise ValueError("a defect")
+
+    a = allocator(quarantine_bytes=0, on_over_budget=broken)
+    lease = a.lease(10)
+    lease.arm()
+    lease.quarantine("prefill lost", 5.0)
+    a.check_integrity()
+    with pytest.raises(LeaseError):
+        lease.release()
+    a.fenced(lease.generation)
+    a.check_integrity()
+
+
 def test_quarantine_keeps_memory_out_of_use_and_counts_bytes() -> None:
     calls: list[int] = []
     a = allocator(quarantine_bytes=0, on_over_budget=calls.append)
