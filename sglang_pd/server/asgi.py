@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,9 +32,10 @@ class ClientGone(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `Failure` for one that is too large."""
+    """The whole body. Raises `Failure` for one that is too large, `ClientGone` for one that breaks off."""
     parts, size = [], 0
-    async for part in request.stream():
+    stream = request.stream()
+    while (part := await _next_part(stream)) is not None:
         size += len(part)
         if size > MAX_BODY_BYTES:
             raise Failure(
@@ -47,6 +48,14 @@ async def read_body(request: Request) -> bytes:
             )
         parts.append(part)
     return b"".join(parts)
+
+
+async def _next_part(stream: AsyncIterator[bytes]) -> bytes | None:
+    """None at the end. A router that cancels a leg does so at any byte: that is no defect of ours."""
+    try:
+        return await anext(stream, None)
+    except ClientDisconnect:
+        raise ClientGone from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
