@@ -272,7 +272,12 @@ class InstanceControl:
         if talk is None:
             raise self._why_stopped()
         said = f": {talk.error.message}" if talk.error is not None else ""
-        raise RoomError(f"no handshake with the peer in time{said}", code="peer_unknown", where=pending.address)
+        raise RoomError(
+            f"no handshake with the peer in time{said}",
+            code="peer_unknown",
+            where=pending.address,
+            hint="Is that prefill's control port (bootstrap_port), and do both sides name each other's CURVE keys?",
+        )
 
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
