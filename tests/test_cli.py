@@ -150,7 +150,7 @@ def test_keys_are_what_the_library_reads(tmp_path: Path, capsys: Capture) -> Non
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden"])
 def test_names_of_keys(name: str, tmp_path: Path, capsys: Capture) -> None:
     assert run(["keygen", name, "--folder", str(tmp_path)]) == EXIT_USAGE
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and "--folder" in capsys.readouterr().err
 
 
 def test_a_link_is_not_followed(tmp_path: Path, capsys: Capture) -> None:
@@ -197,3 +197,17 @@ def test_dump_of_a_running_worker(tmp_path: Path, capsys: Capture) -> None:
         assert run(["dump", str(config), "--set", "observe.admin_socket="]) == EXIT_USAGE
     assert run(["dump", path]) == EXIT_USAGE
     assert "nobody answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prefill", "http://h:1", "abc", "--decode", "http://h:2"], "--prefill: not a port"),
+        (["--prefill", "http://h:1", "999999", "--decode", "http://h:2"], "--prefill: not a port"),
+        (["--prefill", "http://h:1"], "only --prefill"),
+        (["--decode", "http://h:1"], "only --decode"),
+    ],
+)
+def test_what_a_router_lacks_is_named(arguments: list[str], said: str, capsys: Capture) -> None:
+    assert run(["router", *arguments]) == EXIT_USAGE
+    assert said in capsys.readouterr().err

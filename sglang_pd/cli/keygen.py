@@ -27,7 +27,13 @@ def command(
     if sets:
         raise ConfigError("keys have no settings", where="--set", expected="nothing", actual=sets[0][:80])
     if not name or "/" in name or name.startswith("."):
-        raise ConfigError("not a name for key files", where="NAME", expected="a file name", actual=name[:80])
+        raise ConfigError(
+            "not a name for key files",
+            where="NAME",
+            expected="a file name",
+            actual=name[:80],
+            hint="Where they are written is --folder.",
+        )
     if not zmq.has("curve"):
         raise BackendUnavailable(
             "this pyzmq has no CURVE",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +14,11 @@ from typer.core import TyperCommand
 from sglang_pd.cli.output import JsonOption, SetOption
 from sglang_pd.cli.worker import require
 from sglang_pd.config import Address, RouterConfig, load_router
+from sglang_pd.config.address import parse_port
 from sglang_pd.config.load import read_document
 from sglang_pd.launch.processes import follow_parent
 from sglang_pd.observe import configure_logging
 from sglang_pd.protocol.errors import ConfigError
-
-_PORT = re.compile(r"[0-9]{1,5}|none", re.IGNORECASE)
 
 Prefill = Annotated[
     list[str],
@@ -62,7 +60,7 @@ def join_ports(args: Sequence[str]) -> list[str]:
     for word in args:
         takes_port = len(joined) > 1 and joined[-2] == "--prefill" and " " not in joined[-1]
         takes_port = takes_port or bool(joined) and joined[-1].startswith("--prefill=") and " " not in joined[-1]
-        if takes_port and _PORT.fullmatch(word):
+        if takes_port and not word.startswith("-"):
             joined[-1] += f" {word}"
         else:
             joined.append(word)
@@ -76,7 +74,7 @@ def merged(config: Path | None, prefill: Sequence[str], decode: Sequence[str]) -
             "a router needs workers",
             where="sglang-pd router",
             expected="--config FILE, or --prefill URL [PORT] and --decode URL",
-            actual="neither",
+            actual="only --prefill" if prefill else "only --decode" if decode else "neither",
         )
     document = read_document(config) if config is not None else {}
     if prefill:
@@ -88,7 +86,9 @@ def merged(config: Path | None, prefill: Sequence[str], decode: Sequence[str]) -
 
 def _prefill(text: str) -> dict[str, Any]:
     url, _, port = text.partition(" ")
-    return {"url": url, **({"bootstrap_port": int(port)} if port.isdigit() else {})}
+    if not port or port.lower() == "none":
+        return {"url": url}
+    return {"url": url, "bootstrap_port": parse_port(port, where="--prefill")}
 
 
 def announce(config: RouterConfig, address: Address, *, as_json: bool) -> None:
