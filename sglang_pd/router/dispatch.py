@@ -185,9 +185,10 @@ class Dispatcher:
     def _failed(self, worker: Worker, failure: Failure, request: object) -> None:
         opened = worker.judge(failure, request)
         self.metrics.add("leg_failures_total", worker.role, worker.url, failure.code)
-        text = "%s %s: %s (%s)%s"
+        label = f"{worker.role} {worker.url}: "
         note = "; its breaker opens" if opened else ""
-        self._say.warning(worker.url, text, worker.role, worker.url, failure.message, failure.code, note)
+        said = failure.message.removeprefix(label)  # most failures name their worker already
+        self._say.warning(worker.url, "%s%s (%s)%s", label, said, failure.code, note)
         if opened:
             self.metrics.add("breaker_opened_total", worker.role, worker.url)
         if failure.status >= 500:
