@@ -37,6 +37,10 @@ def test_a_wrong_command_or_option_is_a_usage_error(capsys: Capture) -> None:
     assert run(["check", "--nope"]) == EXIT_USAGE
     assert run([]) in (0, EXIT_USAGE)
     capsys.readouterr()
+    for arguments in (["nope"], ["check", "--nope"], ["dump"], ["explain", "--set"]):
+        assert run([*arguments, "--json"]) == EXIT_USAGE
+        said = capsys.readouterr()
+        assert json.loads(said.out)["error"]["where"] == "the command line" and said.err == ""
 
 
 def test_an_error_is_one_message_or_one_document(capsys: Capture, tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ import msgspec
 import typer
 
 from sglang_pd.launch.processes import follow_parent
-from sglang_pd.protocol.errors import PdError
+from sglang_pd.protocol.errors import ConfigError, PdError
 
 EXIT_NO: Final = 1
 EXIT_USAGE: Final = 2
+USAGE_ERROR: Final[Any] = typer.BadParameter.__base__
+"""Click's UsageError: typer brings click along or within itself, by version, and gives that class no name."""
 
 
 class Command(NamedTuple):
@@ -72,14 +74,18 @@ def _answering(command: Callable[..., int]) -> Callable[..., None]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. Errors of ours are shown, not raised."""
+    as_json = "--json" in arguments
     try:
-        build_app()(args=list(arguments), prog_name="sglang-pd")
+        code = build_app()(args=list(arguments), prog_name="sglang-pd", standalone_mode=not as_json)
+        return code if isinstance(code, int) else 0
     except PdError as error:
-        _show(error, as_json="--json" in arguments)
+        _show(error, as_json=as_json)
+        return EXIT_USAGE
+    except USAGE_ERROR as error:
+        _show(ConfigError(error.format_message(), where="the command line", hint="See --help."), as_json=True)
         return EXIT_USAGE
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_USAGE * bool(stop.code)
-    return 0
 
 
 def main() -> NoReturn:
