@@ -198,17 +198,22 @@ def test_up_ends_everything_on_ctrl_c_and_when_killed(tmp_path: Path) -> None:
     path = tmp_path / "up.yaml"
     path.write_text(json.dumps(DOCUMENT))
     for number in (signal.SIGINT, signal.SIGKILL):
+        as_json = number is signal.SIGKILL
         process = subprocess.Popen(
-            [*COMMAND, "up", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRON
+            [*COMMAND, "up", str(path), *(["--json"] if as_json else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if as_json else subprocess.STDOUT,
+            text=True,
+            env=ENVIRON,
         )
         try:
             assert process.stdout is not None
             lines = []
             for line in process.stdout:
                 lines.append(line)
-                if "try: curl" in line:
+                if as_json or "try: curl" in line:
                     break
-            url = lines[-2].partition("router ")[2].partition(",")[0]
+            url = json.loads(lines[0])["url"] if as_json else lines[-2].partition("router ")[2].partition(",")[0]
             assert generate(url, text="hallo").status_code == 200
             children = _children(process.pid)
             assert len(children) == 3
@@ -251,6 +256,9 @@ def test_a_process_that_dies_at_start_is_told_by_its_own_words() -> None:
         group.start("bad", ["prefill", "--set", "network.mtu=77"], ENVIRON)
         with pytest.raises(ConfigError, match=r"bad: .*\$\.network\.mtu"):
             group.wait_ready(30)
+        group.start("json", ["prefill", "--set", "network.mtu=77", "--json"], ENVIRON).wait(30)
+        died = group.processes["json"].died()
+        assert died.where == "json: $.network.mtu" and died.message.count("[") == 0 and len(said) == 1
 
 
 @pytest.mark.parametrize("backend", ["local", pytest.param("nixl", marks=pytest.mark.slow)])

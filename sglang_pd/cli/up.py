@@ -26,4 +26,4 @@ def command(source: SourceArgument = "", sets: SetOption = [], as_json: JsonOpti
     require(*NEEDED, "httpx", "rich")
     from sglang_pd.launch.up import up  # only now: it needs the packages above
 
-    return up(deployment)
+    return up(deployment, as_json=as_json)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang_pd.protocol.errors import ConfigError, PdError, RoomError
+from sglang_pd.protocol.errors import ConfigError, ErrorInfo, PdError, RoomError
 
 PARENT: Final = "SGLANG_PD_PARENT"
 """In a child's environment: the pid of the process that it must not outlive."""
@@ -41,11 +41,12 @@ def follow_parent(environ: Mapping[str, str] = os.environ) -> None:
 
 class Process:
     """One `sglang-pd` command as a child. Its output goes to `say` line by line; JSON lines on standard output with a
-    `url` are its announcement and are kept."""
+    `url` are its announcement, those with an `error` its last words under `--json`: both are kept instead."""
 
     def __init__(self, name: str, arguments: Sequence[str], say: Say, environ: Mapping[str, str] | None = None) -> None:
         self.name = name
         self.announced: dict[str, Any] = {}
+        self.error: ErrorInfo | None = None
         self.last: deque[str] = deque(maxlen=KEPT_LINES)
         self._say = say
         environment = {**(os.environ if environ is None else environ), PARENT: str(os.getpid())}
@@ -70,14 +71,21 @@ class Process:
     def _read(self, pipe: Any, is_output: bool) -> None:
         while raw := pipe.readline(MAX_LINE):
             line = raw.decode("utf-8", "replace").rstrip()
-            if is_output and line.startswith("{") and not self.announced:
-                with contextlib.suppress(msgspec.DecodeError):
-                    told = msgspec.json.decode(line)
-                    if isinstance(told, dict) and "url" in told:
-                        self.announced = told
-                        continue
+            if is_output and line.startswith("{") and self._keep(line):
+                continue
             self.last.append(line)
             self._say(self.name, line)
+
+    def _keep(self, line: str) -> bool:
+        with contextlib.suppress(msgspec.MsgspecError):
+            told = msgspec.json.decode(line)
+            if "url" in told and not self.announced:
+                self.announced = told
+                return True
+            if "error" in told:
+                self.error = msgspec.convert(told["error"], ErrorInfo)
+                return True
+        return False
 
     @property
     def exit_code(self) -> int | None:
@@ -102,6 +110,17 @@ class Process:
     def died(self) -> PdError:
         """What to raise when it ended although it should not."""
         self.wait(1.0)
+        if self.error is not None:
+            error = self.error
+            return ConfigError(
+                error.message,
+                code=error.code,
+                where=f"{self.name}: {error.where}" if error.where else self.name,
+                expected=error.expected,
+                actual=error.actual,
+                hint=error.hint,
+                **error.details,
+            )
         said = [line for line in self.last if line.startswith("sglang-pd: ")]
         return ConfigError(
             said[-1].removeprefix("sglang-pd: ") if said else "the process ended",

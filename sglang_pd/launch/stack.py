@@ -35,7 +35,8 @@ def running(deployment: Deployment, say: Say, environ: Mapping[str, str] | None 
             config = deployment.configs[role]
             sockets[role] = config.observe.admin_socket or f"{folder}/{role}.sock"
             document = merge(deployment.documents[role], {"observe": {"admin_socket": sockets[role]}})
-            group.start(role, write_document(folder, role, document, deployment.sets[role]), environ)
+            arguments = write_document(folder, role, document, deployment.sets[role])
+            group.start(role, [*arguments, "--json"], environ)
         group.wait_ready(START_S)
         workers = {role: group.processes[role].announced for role in ROLES}
         document = deployment.router_document(workers["prefill"], workers["decode"])

@@ -25,9 +25,12 @@ COLOURS: Final = {"prefill": "cyan", "decode": "magenta", "router": "green"}
 MAX_ROWS: Final = 12
 
 
-def up(deployment: Deployment) -> int:
-    """Run until Ctrl-C or SIGTERM, or until a process ends. The exit code: 1 when one ended by itself."""
-    console = Console(highlight=False, soft_wrap=True)
+def up(deployment: Deployment, *, as_json: bool = False) -> int:
+    """Run until Ctrl-C or SIGTERM, or until a process ends. The exit code: 1 when one ended by itself.
+
+    as_json: once everything serves, one JSON line on standard output; what people read goes to standard error.
+    """
+    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     lock = threading.Lock()
 
     def say(name: str, line: str) -> None:
@@ -37,6 +40,9 @@ def up(deployment: Deployment) -> int:
     with stopping() as stop:
         with running(deployment, say) as stack:
             say("up", f"router {stack.url}, " + ", ".join(f"{r} {stack.workers[r]['url']}" for r in ROLES))
+            if as_json:
+                ready = {"event": "ready", "url": stack.url, "workers": stack.workers}
+                print(msgspec.json.encode(ready).decode(), flush=True)
             for line in try_next(stack.url):
                 say("up", line)
             ended = _watch(stack, console, stop)
