@@ -147,12 +147,21 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection."""
+        scope = at_root(scope)
         if scope["type"] == "http" and self._expected and scope["path"] not in OPEN_PATHS:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._expected):
                 await respond(send, own("unauthorized", "a bearer token is needed", where="authorization").failure)
                 return
         await self._app(scope, receive, send)
+
+
+def at_root(scope: Scope) -> Scope:
+    """The scope of a request as if nothing were mounted: paths name endpoints here, metrics and calls to workers."""
+    prefix = scope.get("root_path", "").rstrip("/")
+    if not prefix or not scope.get("path", "").startswith(f"{prefix}/"):
+        return scope
+    return {**scope, "path": scope["path"][len(prefix) :], "root_path": ""}
 
 
 def build_app(

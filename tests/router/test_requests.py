@@ -7,7 +7,10 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from support.fake_workers import Cluster, Stream, cluster, until
 
 from sglang_pd.router import RequestFailed, Router
@@ -336,5 +339,23 @@ def test_the_embedded_client() -> None:
                     await router.generate({"text": "hi"})
                 assert caught.value.code == "prompt_too_long" and caught.value.failure.leg == "prefill"
                 assert isinstance(caught.value.failure.room, int)
+
+    run(test())
+
+
+def test_a_mounted_router_serves_below_its_prefix() -> None:
+    async def test() -> None:
+        async with cluster() as c:
+            config = {"prefill": [c.prefill.url], "decode": [c.decode.url], "bearer_token": "t"}
+            async with Router(config) as router:
+                app = Starlette(routes=[Mount("/pd", router.app)])
+                transport = httpx.ASGITransport(app)
+                async with httpx.AsyncClient(transport=transport, base_url="http://outer/pd") as client:
+                    assert (await client.get("/health")).status_code == 200, "it carries no token"
+                    assert (await client.get("/v1/models")).status_code == 401
+                    client.headers["authorization"] = "Bearer t"
+                    answer = await client.post("/generate", json={"text": "a"})
+                    assert answer.status_code == 200, answer.text
+                    assert router.metrics.value("requests_total", "/generate", "ok") == 1
 
     run(test())
