@@ -7,6 +7,7 @@ TP, PP, DCP, pool sizes, addresses and the order of components may differ freely
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from sglang_pd.protocol.coverage import overlapping_regions
 from sglang_pd.protocol.kinds import SENTINELS
@@ -24,19 +25,33 @@ from sglang_pd.protocol.placement import context_classes_owned
 from sglang_pd.protocol.plan import row_geometry
 from sglang_pd.protocol.spaces import AnySpace, LocalTok, Ring, Scaled, SwaTok, VirtualTok
 
-MAX_VALUE = 500
+MAX_VALUE: Final = 500
 """Longest text of a mismatch's value, in characters."""
+MAX_VERDICT_BYTES: Final = 4 * 2**20
+"""Mismatches of one verdict, about half of what its message may hold."""
 
 
 def compare(prefill: InstanceManifest, decode: InstanceManifest) -> Verdict:
     """Judge a pair. Lists all mismatches, in order of component, region and field; both sides get the same list."""
     found = [
         *_whole_instance(prefill, decode),
+        *_size(prefill, decode),
         *_transports(prefill, decode),
         *_components(prefill, decode),
         *_destination(decode),
     ]
-    return Verdict(accepted=not found, mismatches=tuple(found[:MAX_MISMATCHES]))
+    return Verdict(accepted=not found, mismatches=tuple(_fitting(found[:MAX_MISMATCHES])))
+
+
+def _fitting(found: list[Mismatch]) -> Iterator[Mismatch]:
+    """As many as a message has room for."""
+    size = 0
+    for one in found:
+        texts = (one.component, one.region, one.field, one.prefill, one.decode)
+        size += sum(len(text.encode()) for text in texts) + 64
+        if size > MAX_VERDICT_BYTES:
+            return
+        yield one
 
 
 def _mismatch(component: str, region: str, field: str, prefill: object, decode: object) -> Mismatch:
@@ -66,6 +81,18 @@ def _whole_instance(prefill: InstanceManifest, decode: InstanceManifest) -> Iter
             "direction": (prefill.direction, decode.direction),
         },
     )
+
+
+MAX_REGION_PAIRS: Final = 2**21
+"""Regions to compare over all pairs of ranks, 64 a pair at the least: some seconds of a control thread. What a stranger
+declares must not take it for minutes."""
+
+
+def _size(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator[Mismatch]:
+    src, dst = (max(sum(len(c.regions) for c in rank.components) for rank in m.ranks) for m in (prefill, decode))
+    if len(prefill.ranks) * len(decode.ranks) * max(64, min(src, dst)) > MAX_REGION_PAIRS:
+        facts = (f"{len(m.ranks)} ranks of up to {n} regions" for m, n in ((prefill, src), (decode, dst)))
+        yield _mismatch("", "", "region_pairs", *facts)
 
 
 def _transports(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator[Mismatch]:

@@ -27,7 +27,7 @@ from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.ledger import Expected
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Verdict, Writer
-from sglang_pd.protocol.plan import Plan, compile_plan, semantic_digest
+from sglang_pd.protocol.plan import Compiler, Plan, semantic_digest
 from sglang_pd.protocol.spaces import AnySpace
 
 MAX_PAIRINGS: Final = 64
@@ -66,6 +66,7 @@ class Pairing:
         self.needed = NeededLists(
             needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds), late_spaces(prefill, self.kinds)
         )
+        self._compiler = Compiler(prefill, decode)
         self._plans: dict[tuple[RankId, RankId], Plan] = {}
         self._proven: set[RankId] = set()
         self._owed: dict[RankId, dict[str, tuple[int, ...]]] = {}
@@ -79,7 +80,7 @@ class Pairing:
     def _compiled(self, src_rank: RankId, dst_rank: RankId) -> Plan:
         key = (src_rank, dst_rank)
         if key not in self._plans:
-            self._plans[key] = compile_plan(self.prefill, src_rank, self.decode, dst_rank)
+            self._plans[key] = self._compiler.compile(src_rank, dst_rank)
         return self._plans[key]
 
     def prove(self, dst_rank: RankId) -> None:

@@ -101,12 +101,12 @@ def _held(group: int, tp: int, rank: int) -> tuple[int, int]:
     return unit, unit + 1
 
 
-def _cuts(group: int, src_tp: int, dst_tp: int) -> list[int]:
-    edges = {0, group}
-    for tp in (src_tp, dst_tp):
-        for rank in range(tp):
-            edges.update(_held(group, tp, rank))
-    return sorted(edges)
+def _holders(group: int, tp: int, unit: int) -> range:
+    """Ranks that hold a unit, of a group that divides by tp or tp by it: the inverse of `_held`."""
+    if group >= tp:
+        rank = unit * tp // group
+        return range(rank, rank + 1)
+    return range(unit * tp // group, (unit + 1) * tp // group)
 
 
 @lru_cache(maxsize=65_536)
@@ -127,7 +127,7 @@ def intervals(geometry: RowGeometry, src: Shard, dst: Shard) -> tuple[Interval, 
             actual=f"{uneven[0][0]} units over tp {uneven[0][1]}",
         )
     if geometry.replicated:
-        peers = [r for r in range(src.tp) if r % src.dcp == src.rank % src.dcp]
+        peers = range(src.rank % src.dcp, src.tp, src.dcp)
         mine = elect(peers, dst.tp, dst.rank) == src.rank
         row = geometry.outer_count * geometry.units_total * geometry.unit_bytes
         return (Interval(0, 0, row),) if mine else ()
@@ -148,30 +148,25 @@ def _inner_pieces(geometry: RowGeometry, src: Shard, dst: Shard) -> list[Interva
     for group in geometry.groups:
         src_start, src_stop = _held(group, src.tp, src.rank)
         dst_start, dst_stop = _held(group, dst.tp, dst.rank)
-        cuts = _cuts(group, src.tp, dst.tp)
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            if not (src_start <= start < src_stop and dst_start <= start < dst_stop):
-                continue
-            if _writer(group, start, src, dst) == src.rank:
-                pieces.append(
-                    Interval(
-                        (src_base + start - src_start) * geometry.unit_bytes,
-                        (dst_base + start - dst_start) * geometry.unit_bytes,
-                        (stop - start) * geometry.unit_bytes,
-                    )
+        # Sizes divide, so that no other rank has an edge inside: the overlap is one elementary piece.
+        start, stop = max(src_start, dst_start), min(src_stop, dst_stop)
+        if start < stop and _writer(group, start, src, dst) == src.rank:
+            pieces.append(
+                Interval(
+                    (src_base + start - src_start) * geometry.unit_bytes,
+                    (dst_base + start - dst_start) * geometry.unit_bytes,
+                    (stop - start) * geometry.unit_bytes,
                 )
+            )
         src_base += src_stop - src_start
         dst_base += dst_stop - dst_start
     return pieces
 
 
 def _writer(group: int, unit: int, src: Shard, dst: Shard) -> int:
-    owners = [
-        r
-        for r in range(src.tp)
-        if r % src.dcp == src.rank % src.dcp and _held(group, src.tp, r)[0] <= unit < _held(group, src.tp, r)[1]
-    ]
-    wanting = [r for r in range(dst.tp) if _held(group, dst.tp, r)[0] <= unit < _held(group, dst.tp, r)[1]]
+    holders, wanting = _holders(group, src.tp, unit), _holders(group, dst.tp, unit)
+    first = holders.start + (src.rank - holders.start) % src.dcp
+    owners = range(first, holders.stop, src.dcp)  # of this source rank's own context class
     return elect(owners, len(wanting), wanting.index(dst.rank))
 
 

@@ -133,32 +133,74 @@ def lowest_holder(instance: InstanceManifest, kind: str, key: tuple[int, str], t
 def compile_plan(
     src_instance: InstanceManifest, src_rank: RankId, dst_instance: InstanceManifest, dst_rank: RankId
 ) -> Plan:
-    """What `src_rank` owes `dst_rank`. Pure; the same on both sides of a pair.
+    """What `src_rank` owes `dst_rank`. Pure; the same on both sides of a pair. Raises as `Compiler.compile`."""
+    return Compiler(src_instance, dst_instance).compile(src_rank, dst_rank)
 
-    Raises `PlanError` for regions that do not agree: call it on accepted pairs only. Whether all plans together write
-    every byte is for `coverage.prove_coverage` to say.
-    """
-    src, dst = src_instance.rank(src_rank), dst_instance.rank(dst_rank)
-    src_numbers, dst_numbers = region_numbers(src), region_numbers(dst)
-    moves: list[Move] = []
-    shared = sorted(set(src_instance.kinds) & set(dst_instance.kinds))
-    for kind in shared:
-        src_component, dst_component = src.component(kind), dst.component(kind)
-        if src_component is None or dst_component is None:
-            continue
-        pairs = _Pairs(kind, src_component, dst_component)
-        src_shard = shard_of(src_instance, src_rank, src_component.space)
-        dst_shard = shard_of(dst_instance, dst_rank, dst_component.space)
-        request_wide = set(kind_of(kind).request_wide.values())
-        for key in sorted(set(src_numbers[kind]) & set(dst_numbers[kind])):
-            if key[0] in request_wide and lowest_holder(src_instance, kind, key, src_rank.tp_rank) != src_rank.pp_rank:
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """What every plan of a rank needs of its manifest. geometry: by kind and region key."""
+
+    rank: RankManifest
+    numbers: dict[str, dict[tuple[int, str], tuple[int, Region]]]
+    geometry: dict[str, dict[tuple[int, str], RowGeometry]]
+    table: RegionTable
+
+    @staticmethod
+    def of(rank: RankManifest) -> _Side:
+        numbers = region_numbers(rank)
+        geometry = {
+            kind: {key: row_geometry(region) for key, (_, region) in regions.items()}
+            for kind, regions in numbers.items()
+        }
+        return _Side(rank, numbers, geometry, region_table(rank))
+
+
+class Compiler:
+    """Compiles the plans of an accepted pair of instances; what a rank's plans have in common is worked out once."""
+
+    def __init__(self, src: InstanceManifest, dst: InstanceManifest) -> None:
+        self._src, self._dst = src, dst
+        self._kinds = sorted(set(src.kinds) & set(dst.kinds))
+        self._sides: dict[tuple[str, RankId], _Side] = {}
+
+    def _side(self, name: str, instance: InstanceManifest, rank: RankId) -> _Side:
+        found = self._sides.get((name, rank))
+        if found is None:
+            found = self._sides[name, rank] = _Side.of(instance.rank(rank))
+        return found
+
+    def compile(self, src_rank: RankId, dst_rank: RankId) -> Plan:
+        """What `src_rank` owes `dst_rank`.
+
+        Raises `PlanError` for regions of which something would move and that do not agree. Whether all plans together
+        write every byte is for `coverage.prove_coverage` to say.
+        """
+        src, dst = self._side("src", self._src, src_rank), self._side("dst", self._dst, dst_rank)
+        moves: list[Move] = []
+        for kind in self._kinds:
+            src_component, dst_component = src.rank.component(kind), dst.rank.component(kind)
+            if src_component is None or dst_component is None:
                 continue
-            src_entry, dst_entry = src_numbers[kind][key], dst_numbers[kind][key]
-            if whole_facts(src_entry[1]) != whole_facts(dst_entry[1]):
-                raise PlanError("regions disagree", code="peer_incompatible", where=f"{kind}[{key[0]}/{key[1]}]")
-            pairs.add(src_entry, dst_entry, intervals(row_geometry(src_entry[1]), src_shard, dst_shard))
-        moves.extend(pairs.moves())
-    return Plan(src_rank, dst_rank, tuple(moves), region_table(src), region_table(dst))
+            pairs = _Pairs(kind, src_component, dst_component)
+            src_shard = shard_of(self._src, src_rank, src_component.space)
+            dst_shard = shard_of(self._dst, dst_rank, dst_component.space)
+            request_wide = set(kind_of(kind).request_wide.values())
+            src_numbers, dst_numbers = src.numbers[kind], dst.numbers[kind]
+            for key in sorted(src_numbers.keys() & dst_numbers.keys()):
+                pieces = intervals(src.geometry[kind][key], src_shard, dst_shard)
+                if not pieces:
+                    continue
+                if key[0] in request_wide and self._writes_elsewhere(kind, key, src_rank):
+                    continue
+                if whole_facts(src_numbers[key][1]) != whole_facts(dst_numbers[key][1]):
+                    raise PlanError("regions disagree", code="peer_incompatible", where=f"{kind}[{key[0]}/{key[1]}]")
+                pairs.add(src_numbers[key], dst_numbers[key], pieces)
+            moves.extend(pairs.moves())
+        return Plan(src_rank, dst_rank, tuple(moves), src.table, dst.table)
+
+    def _writes_elsewhere(self, kind: str, key: tuple[int, str], rank: RankId) -> bool:
+        return lowest_holder(self._src, kind, key, rank.tp_rank) != rank.pp_rank
 
 
 class _Pairs:

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_pd.protocol.codec import body_limit, type_number
 from sglang_pd.protocol.errors import IncompatiblePeer, ManifestError
-from sglang_pd.protocol.handshake import compare
+from sglang_pd.protocol.handshake import _fitting, compare
 from sglang_pd.protocol.manifest import InstanceManifest, RankId, Region, Transport
-from sglang_pd.protocol.messages import Verdict
+from sglang_pd.protocol.messages import MAX_MISMATCHES, HelloConfirm, Mismatch, Verdict
 from sglang_pd.protocol.pairing import Pairing, manifest_digest, pairing_of
 from sglang_pd.protocol.plan import compile_plan, semantic_digest
 
@@ -402,3 +403,20 @@ def test_a_long_list_of_mismatches_stays_within_what_a_message_holds() -> None:
 def test_a_verdict_of_the_longest_texts_decodes(text: str) -> None:
     verdict = compare(PREFILL, msgspec.structs.replace(DECODE, model=text, revision=text))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
+
+
+def test_pairs_of_more_ranks_than_can_be_planned_in_time_are_refused() -> None:
+    """Plans are compiled by a thread that other peers wait for: nobody takes it for minutes by what they declare."""
+    wide, wider = (build(Shape((Spec("KV", POOLS.virtual, (Part("k", (512,)),), (0,)),), tp=tp)) for tp in (128, 512))
+    assert compare(wide, wide).accepted
+    (mismatch,) = compare(wide, wider).mismatches
+    assert mismatch.field == "region_pairs" and "128 ranks" in mismatch.prefill and "512 ranks" in mismatch.decode
+
+
+def test_the_longest_verdict_fits_its_message() -> None:
+    one = Mismatch(component="c" * 128, region="r" * 200, field="f" * 64, prefill="\u00e9" * 500, decode="\u00e9" * 500)
+    verdict = Verdict(accepted=False, mismatches=tuple(_fitting([one] * MAX_MISMATCHES)))
+    assert (
+        len(msgspec.msgpack.encode(verdict)) < body_limit(type_number(HelloConfirm)) * 0.9
+        and len(verdict.mismatches) > 1_000
+    )
