@@ -85,7 +85,7 @@ class Runner(abc.ABC):
         tokens = self.tokens_needed(job)
         facts = self.parts.facts
         if not len(job.token_ids):
-            raise RoomError("the request has no tokens", code="prompt_empty", where=job.request_id)
+            raise RoomError("the request has no tokens", code="prompt_empty", where="input_ids")
         longest = self.bounds.max_prompt_tokens
         if longest and len(job.token_ids) > longest:
             raise RoomError(
@@ -108,7 +108,7 @@ class Runner(abc.ABC):
             raise RoomError(
                 "a token outside the vocabulary",
                 code="request_rejected",
-                where=job.request_id,
+                where="input_ids",
                 expected=f"0 to {facts.vocab_size - 1}",
                 actual=f"{int(job.token_ids.min())} to {int(job.token_ids.max())}",
             )

@@ -118,6 +118,12 @@ def test_a_request_that_can_never_fit_names_the_limit(pair: Pair) -> None:
     assert pair.settled()
 
 
+def test_tokens_that_are_wrong_are_named_by_the_clients_field(pair: Pair) -> None:
+    for tokens in ([], [10**6]):
+        for response in pair.post("/generate", {"input_ids": tokens}):
+            assert response.status_code == 400 and error_of(response)["param"] == "input_ids"
+
+
 def test_no_room_no_path_no_method(pair: Pair) -> None:
     async def plain() -> list[httpx.Response]:
         async with pair.client("decode") as client:
