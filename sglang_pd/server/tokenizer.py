@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import codecs
 import importlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from sglang_pd.engines.base import ModelFacts
 from sglang_pd.protocol.errors import ConfigError, RoomError
+
+log = logging.getLogger("sglang_pd.server")
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 BYTE_VALUES: Final = 245
@@ -188,6 +191,13 @@ def tokenizer_of(options: Mapping[str, Any], facts: ModelFacts) -> Tokenizer:
     Raises `ConfigError` for a tokenizer that is there and cannot be read.
     """
     folder = options.get("path")
-    if isinstance(folder, str) and any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-        return CheckpointTokenizer(folder)
+    if isinstance(folder, str):
+        if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            return CheckpointTokenizer(folder)
+        log.warning(
+            "%s has no tokenizer (none of %s): text is read and written as bytes, which this model was not trained on;"
+            " send input_ids, or save its tokenizer there",
+            folder,
+            ", ".join(TOKENIZER_FILES),
+        )
     return ByteTokenizer(facts.vocab_size, facts.eos_token)

@@ -71,10 +71,12 @@ def test_a_chat_follows_the_template(tokenizer: CheckpointTokenizer) -> None:
     assert caught.value.http_status == 400
 
 
-def test_who_serves_which(folder: Path, tmp_path: Path) -> None:
+def test_who_serves_which(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     facts: Any = ModelFacts("f", None, 10, 300, 2)  # type: ignore[arg-type]
     assert tokenizer_of({"path": str(folder)}, facts).name == str(folder)
+    assert not caplog.records
     assert tokenizer_of({"path": str(tmp_path)}, facts).name == tokenizer_of({}, facts).name == "bytes"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and str(tmp_path) in caplog.text
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"\$\.engine\.options\.path"):
