@@ -161,6 +161,8 @@ def test_a_taken_port_is_named_with_its_key() -> None:
         (["decode", "--set", "engine.name=other"], "$.engine.name"),
         (["up", "--set", "pool.tokens=3"], "Did you mean 'pools'"),
         (["up", "--set", "router.polcy=x"], "Did you mean 'policy'"),
+        (["up", "--set", "router.port=x"], "router: $.port"),
+        (["up", "--set", "decode.network.http_port=x"], "decode: $.network.http_port"),
         (["up", "--set", "decode.role=prefill"], "$.decode.role"),
         (["up", "/tmp"], "config.json"),
         (["demo", "--model", "other", "--backend", "local"], "Qwen4ExpForCausalLM"),

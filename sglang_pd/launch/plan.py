@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,10 @@ def load_deployment(source: str, sets: Sequence[str] = (), *, document: Mapping[
     parts = {role: _part(document.pop(role, None), role) for role in ROLES}
     chosen = _sets(sets)
     documents = {role: merge({"role": role, **document}, parts[role]) for role in ROLES}
-    configs = {role: load_worker(documents[role], sets=chosen[role]) for role in ROLES}
+    configs = {}
+    for role in ROLES:
+        with _within(role, source):
+            configs[role] = load_worker(documents[role], sets=chosen[role])
     for role, config in configs.items():
         if config.role != role:
             raise ConfigError("the wrong role", where=f"$.{role}.role", expected=role, actual=config.role)
@@ -56,8 +60,26 @@ def load_deployment(source: str, sets: Sequence[str] = (), *, document: Mapping[
         if key in router:
             raise ConfigError("`up` fills in its own workers", where=f"$.router.{key}", expected="unset")
     stand_in = {"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:2"]}
-    load_router({**router, **stand_in}, sets=chosen["router"])
+    with _within("router", source):
+        load_router({**router, **stand_in}, sets=chosen["router"])
     return Deployment({**documents, "router": router}, chosen, configs)
+
+
+@contextlib.contextmanager
+def _within(name: str, source: str) -> Iterator[None]:
+    """Adds whose configuration it is to what is wrong with it: three have keys of the same names."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            error.message,
+            code=error.code,
+            where=f"{name}: {error.where}",
+            expected=error.expected,
+            actual=error.actual,
+            hint=error.hint,
+            **({"file": source} if source else {}),
+        ) from None
 
 
 def _document(source: str) -> dict[str, Any]:
