@@ -13,6 +13,7 @@ import pytest
 
 from sglang_pd.cli import app as cli_app
 from sglang_pd.cli.app import COMMANDS, EXIT_USAGE, Command, run
+from sglang_pd.cli.demo import program
 from sglang_pd.cli.output import split_sets
 from sglang_pd.config import load_keys, load_worker
 from sglang_pd.observe import AdminServer, Identity, Recorder, RoomFacts, RoomKey, Stage
@@ -215,3 +216,9 @@ def test_dump_of_a_running_worker(tmp_path: Path, capsys: Capture) -> None:
 def test_what_a_router_lacks_is_named(arguments: list[str], said: str, capsys: Capture) -> None:
     assert run(["router", *arguments]) == EXIT_USAGE
     assert said in capsys.readouterr().err
+
+
+def test_the_demo_prints_commands_that_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program(".venv/bin/sglang-pd") == ".venv/bin/sglang-pd"
+    assert program("/x/cli/__main__.py") == "sglang-pd"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -118,8 +119,14 @@ def _print(outcomes: list[Any], good: bool, seconds: float) -> None:
         )
     verdict = "every token and log-probability is equal" if good else "DIFFERENT: see the lines above"
     emit("", f"{verdict}; {seconds:.1f} s in all", "")
+    name = program(sys.argv[0])
     emit("try next:")
-    emit("  sglang-pd up                    # the same three processes, until Ctrl-C")
-    emit("  sglang-pd up CHECKPOINT_FOLDER  # your model")
-    emit("  sglang-pd check configs/nixl-prefill.yaml configs/nixl-decode.yaml")
-    emit("  sglang-pd explain configs/nixl-prefill.yaml configs/nixl-decode.yaml")
+    emit(f"  {name} up                    # the same three processes, until Ctrl-C")
+    emit(f"  {name} up CHECKPOINT_FOLDER  # your model")
+    emit(f"  {name} check configs/nixl-prefill.yaml configs/nixl-decode.yaml")
+    emit(f"  {name} explain configs/nixl-prefill.yaml configs/nixl-decode.yaml")
+
+
+def program(called: str) -> str:
+    """How to call us again: what is printed must work when pasted, also where no environment is activated."""
+    return called if called.endswith("/sglang-pd") and shutil.which("sglang-pd") is None else "sglang-pd"
