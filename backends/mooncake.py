@@ -38,7 +38,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.library_blob import SegmentEntry
-from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library_process import check_process, own_identity
 from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_inbound import Inbound
@@ -92,6 +92,7 @@ class MooncakeBackend(Backend):
         self._made = 0
         self._described = False
         self._closed = False
+        self._pid = os.getpid()
 
     def _device_memory(self) -> bool:
         # Over TCP the library would stage device memory through the host, 64 KiB at a time: not offered.
@@ -201,6 +202,7 @@ class MooncakeBackend(Backend):
         outbound = self._reach(described)
         self._made += 1
         peer = MooncakePeer(self._made, described, outbound)
+        peer.home = self._epoch
         self._links.join(outbound, peer)
         self._peers[peer.number] = peer
         return peer
@@ -333,9 +335,10 @@ class MooncakeBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="mooncake")
+        check_process("mooncake", self._pid)
 
     def _own(self, peer: Peer) -> MooncakePeer:
-        if not isinstance(peer, MooncakePeer):
+        if not isinstance(peer, MooncakePeer) or peer.home != self._epoch:
             raise BackendError("this is no peer of this backend", code="peer_unknown", where="mooncake", actual=peer)
         return peer
 

@@ -92,11 +92,12 @@ class MooncakePeer(Peer):
 
     waiting, flying: its transfers not yet submitted whole, and its submissions, oldest first. posted, resolved: how
     many transfers there were, and how many came to DONE or FAILED. suspect: a submission failed, and who is there has
-    not been verified since; nothing is submitted meanwhile.
+    not been verified since; nothing is submitted meanwhile. home: epoch of the backend whose peer it is.
     """
 
     def __init__(self, number: int, blob: Blob, outbound: Outbound) -> None:
         self.number = number
+        self.home = 0
         self.blob = blob
         self.epoch = blob.epoch
         self.transport = blob.transport

@@ -45,7 +45,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.library_link import Work
-from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library_process import check_process, own_identity
 from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Scope
 from sglang_pd.backends.library_transfer import LibraryTransfer
@@ -92,8 +92,9 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> MoriBackend:
 class MoriPeer(Peer):
     """One incarnation of a remote `mori` backend."""
 
-    def __init__(self, blob: EngineBlob, link: Link) -> None:
+    def __init__(self, blob: EngineBlob, link: Link, home: int) -> None:
         self.epoch = blob.epoch
+        self.home = home  # epoch of the backend whose peer it is
         self.segment_bytes = tuple(entry.nbytes for entry in blob.segments)
         self.transport = "rdma"
         self.link = link
@@ -119,6 +120,7 @@ class MoriBackend(Backend):
         self._open: dict[int, set[LibraryTransfer]] = {}
         self._prover: mori_memory.Prover | None = None
         self._closed = False
+        self._pid = os.getpid()
         # The first engine is the one that peers know; it lives as long as the backend.
         self._engines = [EngineHost(library, options, epoch, options.port)]
         self._replaced = 0
@@ -229,7 +231,7 @@ class MoriBackend(Backend):
                 actual=cause.message if cause else "",
                 backend="mori",
             )
-        return MoriPeer(body, link)
+        return MoriPeer(body, link, self._epoch)
 
     def _unpack(self, body: EngineBlob) -> Remote:
         library, key = self._library, body.key
@@ -372,9 +374,10 @@ class MoriBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="mori")
+        check_process("mori", self._pid)
 
     def _own(self, peer: Peer) -> MoriPeer:
-        if not isinstance(peer, MoriPeer):
+        if not isinstance(peer, MoriPeer) or peer.home != self._epoch:
             raise BackendError("a peer of another backend", where="mori", actual=type(peer).__name__)
         return peer
 

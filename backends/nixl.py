@@ -96,7 +96,8 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> NixlBackend:
 class NixlPeer(Peer):
     """One incarnation of a remote `nixl` backend."""
 
-    def __init__(self, link: Link, transport: str) -> None:
+    def __init__(self, link: Link, transport: str, home: int) -> None:
+        self.home = home  # epoch of the backend whose peer it is
         self.epoch = link.blob.epoch
         self.segment_bytes = tuple(entry.nbytes for entry in link.blob.segments)
         self.transport = transport
@@ -228,7 +229,7 @@ class NixlBackend(Backend):
         if body.epoch == self._epoch:
             raise BackendError("a backend does not connect to itself", where=f"peer {body.agent}")
         transport = self._transport_to(body)
-        return NixlPeer(self._engine.call(lambda: self._engine.connect(body)), transport)
+        return NixlPeer(self._engine.call(lambda: self._engine.connect(body)), transport, self._epoch)
 
     def _transport_to(self, body: AgentBlob) -> str:
         """The transports of writes to that peer. Refuses TCP, or the unknown, for device memory."""
@@ -362,7 +363,7 @@ class NixlBackend(Backend):
             raise refused("nixl", "device memory is switched off", wanted, hint="$.backend.options.device_memory")
 
     def _mine(self, peer: Peer) -> NixlPeer:
-        if not isinstance(peer, NixlPeer):
+        if not isinstance(peer, NixlPeer) or peer.home != self._epoch:
             raise BackendError("not a peer of this backend", where="nixl", actual=type(peer).__name__)
         return peer
 

@@ -133,6 +133,14 @@ def mismatch(expected: Space, index: Idx[Any] | MaskedIdx[Any], consumer: str, o
 
 def integers(array: Any, space: Space, consumer: str) -> I64:
     """A fresh int64 copy of a 1-D integer array or list. Raises `IndexOutOfSpace` for anything else."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise IndexOutOfSpace(
+            "a masked array says of some indices that they are none",
+            where=f"{consumer} for {space}",
+            expected="an array or list of integers",
+            actual="numpy.ma.MaskedArray",
+            hint="Absent indices are a negative value: `ingest_masked`.",
+        )
     values = np.asarray(array)
     if values.size == 0 and values.ndim == 1:
         return np.empty(0, dtype=np.int64)

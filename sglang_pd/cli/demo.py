@@ -95,7 +95,7 @@ def _require(backend: str, models: list[str]) -> None:
 def _print(outcomes: list[Any], good: bool, seconds: float) -> None:
     for outcome in outcomes:
         title = f"{outcome.model}, {outcome.backend} over {outcome.transport or '?'}, {outcome.seconds:.1f} s"
-        columns = ("prompt tokens", "how", "tokens equal", "logprobs equal", "total s", "hand-over s", "")
+        columns = ("prompt tokens", "how", "tokens equal", "logprobs equal", "total s", "waited s", "")
         rows = [
             [
                 a.tokens, a.how, f"{a.equal_tokens}/{a.wanted}", f"{a.equal_logprobs}/{a.wanted}", f"{a.seconds:.3f}",
@@ -104,6 +104,8 @@ def _print(outcomes: list[Any], good: bool, seconds: float) -> None:
             for a in outcome.answers
         ]  # fmt: skip
         emit("", table(title, columns, rows, right=columns[:1] + columns[2:6]))
+        emit("waited: decode, from opening the room to its admission. Prefill's computing is in it, and its queue: all")
+        emit("requests come at once. What the hand-over itself takes stands under wire, verify and admit below.")
         moved = outcome.bytes_by_component
         rows = [[name, nbytes] for name, nbytes in moved.items()] + [["all", sum(moved.values())]]
         emit("", table("state that moved", ("component", "bytes"), rows, right=("bytes",)))

@@ -92,8 +92,15 @@ def read_document(path: str | Path) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"cannot read the configuration: {reason}", where=str(path)) from None
+        raise ConfigError(
+            f"cannot read the configuration: {reason}",
+            where=str(path),
+            expected="a YAML file in UTF-8",
+            hint="configs/ has a ready one for each transport.",
+        ) from None
     data = parse_document(text)
+    if data is None:
+        raise ConfigError("the configuration is empty", where=str(path), expected="key: value")
     if not isinstance(data, dict):
         raise ConfigError("not a mapping", where="$", expected="key: value", actual=type(data).__name__)
     return data
@@ -283,7 +290,7 @@ def _apply(data: dict[str, Any], text: str, info: mi.Type, environ: Environment)
     """One `path=value`: the path's last key takes the value, typed by the schema; later ones win."""
     path, equals, value = text.partition("=")
     keys = path.strip().removeprefix("$.").split(".")
-    if not equals or not all(_KEY.fullmatch(key) for key in keys):
+    if not equals or not keys or not all(_KEY.fullmatch(key) for key in keys):
         raise ConfigError("not an override", where="--set", expected="section.key=value", actual=text[:80])
     where, holder = "$", data
     for depth, key in enumerate(keys):

@@ -88,7 +88,13 @@ def _document(source: str) -> dict[str, Any]:
     if os.path.isdir(source):
         folder = Path(source).resolve()
         if not (folder / "config.json").is_file():
-            raise ConfigError("no checkpoint", where=source, expected="a folder with config.json", actual="none in it")
+            raise ConfigError(
+                "no checkpoint",
+                where=source,
+                expected="a folder with config.json",
+                actual="none in it",
+                hint="Name a folder that `save_pretrained` made, or a YAML file.",
+            )
         return {"engine": {"name": "transformers", "options": {"path": str(folder)}}}
     return read_document(source)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.protocol.bind import Chunk, IndexLists
-from sglang_pd.protocol.errors import ErrorInfo, RoomError, wire_text
+from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.protocol.messages import MAX_VALUE
@@ -286,7 +286,13 @@ class DecodeEndpoint(Endpoint):
     """Decode's side: `open` a room at a prefill instance, wait for ADMITTED."""
 
     def connect(self, address: str) -> None:
-        """Shake hands with the prefill instance at `address` (`tcp://host:port`) before the first room needs it."""
+        """Shake hands with the prefill instance at `address` (`tcp://host:port`) before the first room needs it.
+
+        Raises `ConfigError` for what is no such address.
+        """
+        host, _, port = address.removeprefix("tcp://").rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not host or not port.isdecimal() or not address.isascii() or not address.startswith("tcp://"):
+            raise ConfigError("not an address", where="connect", expected="tcp://host:port", actual=ascii(address)[:99])
         self._loop.submit(lambda: self.control.call(address))
 
     def open(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.errors import ConfigError, wire_text
 from sglang_pd.protocol.manifest import Topology
 from sglang_pd.protocol.room import Limits
 from sglang_pd.worker.verification import VerifyMode
@@ -35,6 +35,10 @@ class ControlConfig:
     verify: VerifyMode = "sampled"
 
     def __post_init__(self) -> None:
+        for name in ("instance_id", "model", "revision"):
+            text = getattr(self, name)
+            if wire_text(text) != text:
+                raise ConfigError("not a text that can travel", where=name, expected="UTF-8", actual=ascii(text))
         for name in ("heartbeat_s", "liveness_s", "rank_liveness_s", "peer_wait_s"):
             value = getattr(self, name)
             if not 0.001 <= value <= MAX_DURATION_S:

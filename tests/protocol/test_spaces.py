@@ -214,6 +214,8 @@ def test_a_sentinel_for_absence_is_negative_and_the_only_negative() -> None:
             wrong()
     with pytest.raises(IndexOutOfSpace):
         virtual().ingest_masked([5, -2])
+    with pytest.raises(IndexOutOfSpace, match="ingest_masked"):
+        virtual().ingest(np.ma.masked_array([5, 6], mask=[True, False]))
     with pytest.raises(IndexOutOfSpace):
         virtual().ingest_masked([virtual().extent, -1])
 

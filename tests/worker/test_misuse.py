@@ -48,6 +48,12 @@ def test_an_address_that_is_none_costs_only_its_own_room(pair: LocalPair, bad: A
     pair.decode.events.clear()
 
 
+@pytest.mark.parametrize("bad", [None, 5, "tcp://\ud800:1", "nothing", "tcp://host", "tcp://host:", "ipc:///tmp/x:1"])
+def test_an_address_to_connect_to_is_judged_at_the_call(pair: LocalPair, bad: Any) -> None:
+    with pytest.raises(ConfigError, match="tcp://host:port"):
+        pair.decode.at.connect(bad)
+
+
 def test_without_descriptors_rooms_are_refused_not_lost(pair: LocalPair) -> None:
     (soft, hard), taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
@@ -181,6 +187,7 @@ def test_chunks_that_nobody_asked_for_do_not_use_up_the_place(
         {"liveness_s": float("inf")},
         {"peer_wait_s": float("nan")},
         {"verify": "Full"},
+        {"instance_id": "\ud800"},
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_when_it_is_made(wrong: dict[str, Any]) -> None:

@@ -133,6 +133,18 @@ def a_status_that_ends_between_two_looks() -> None:
         assert state_of(writer.backend.write(peer, pages([row]))) is DONE
 
 
+def peers_and_forks_of_others_are_refused() -> None:
+    writer, target, peer = pair()
+    error = refusal(target.backend.write, peer, pages([0]))
+    assert "a peer of another backend" in str(error)
+    child = os.fork()
+    if not child:
+        error = refusal(writer.backend.write, peer, pages([0]))
+        os._exit(0 if "after the fork" in error.hint else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert state_of(writer.backend.write(peer, pages([0]))) is DONE
+
+
 def rest_is_never_posted() -> None:
     """A deadline in the middle of a batch: what was handed over ends well, the rest is never handed over, so FAILED."""
     writer, target, peer = pair(calls_in_flight=1, max_blocks_per_call=1)
