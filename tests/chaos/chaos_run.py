@@ -230,7 +230,8 @@ class Run:
                 if not any(left.values()) and found["fds"] <= side.fds + FDS_SLACK:
                     break
                 if time.monotonic() > deadline_s:
-                    raise Broken(f"not conserved at {name}: {found}, fds began at {side.fds}")
+                    places = side.process.ask("dirty")["places"] if found["dirty"] else ""
+                    raise Broken(f"not conserved at {name}: {found} {places}, fds began at {side.fds}")
                 time.sleep(0.05)
             stats = side.process.ask("stats")
             problem = side.process.ask("integrity")["problem"]

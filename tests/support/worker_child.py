@@ -283,6 +283,10 @@ class Child:
             "rss": rss_bytes(),
         }
 
+    def do_dirty(self) -> dict[str, Any]:
+        """Where memory that nobody holds is not the canary."""
+        return {"places": self.memory.dirty_places()}
+
     def do_integrity(self) -> dict[str, Any]:
         """Room tables contradict themselves? Looked at on the control thread, which owns them."""
         found: list[str] = []

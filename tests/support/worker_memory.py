@@ -115,3 +115,13 @@ class Memory:
     def dirty_bytes(self) -> int:
         """Bytes that are not the canary. 0 is right when nothing is leased or withheld."""
         return sum(int((host_bytes(segment) != self.canary).sum()) for segment in self.pools.segments)
+
+    def dirty_places(self, most: int = 8) -> list[str]:
+        """Rows that are not the canary: region, item, row, how many bytes."""
+        found = []
+        for key in self.pools.keys:
+            view = self.pools.row_bytes(*key)
+            differs = (view != self.canary).sum(axis=-1)
+            for at in np.argwhere(differs):
+                found.append(f"{'/'.join(map(str, key))} item {at[0]} row {at[1]}: {differs[tuple(at)]} bytes")
+        return [f"{len(found)} rows", *found[:most]]
