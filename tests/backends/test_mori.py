@@ -27,9 +27,9 @@ STAND_IN = Path(__file__).resolve().parent.parent / "support" / "fake_mori"
 
 SCENARIOS = [
     "late_transfer_is_held",
-    "rest_is_never_posted",
     "a_status_that_ends_between_two_looks",
     "peers_and_forks_of_others_are_refused",
+    "rest_is_never_posted",
     "dead_pair_is_rebuilt",
     "engines_are_bounded",
     "close_keeps_what_is_unfinished",

@@ -137,8 +137,9 @@ def test_a_source_is_free_while_the_peer_that_closed_its_agent_lives_on(tcp: Lab
         if ended["source_free"]:
             break
         ended = link.wait(transfer, 0.1, settle=True)
-    assert ended["source_free"] and ended["state"] == "unknown", ended
-    assert not link.fence(0.0)["proven"]
+    # Most often UNKNOWN; DONE where the target's last turns before it closed its agent were enough.
+    assert ended["source_free"] and ended["state"] in ("unknown", "done"), ended
+    assert link.fence(0.0)["proven"] is (ended["state"] == "done")
 
 
 # Revocation

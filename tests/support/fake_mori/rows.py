@@ -185,7 +185,7 @@ def notifications() -> None:
     _until(lambda: second.engine.pop_inbound_transfer_status("first", 1000) is not None)
     assert second.engine.pop_inbound_transfer_status("first", 1000) is not None
     first.write(second.memory, uid=1001).WaitFor(5000)
-    _until(lambda: second.engine._rdma is not None and second.engine._rdma.inbox["first", 1001] == -1)
+    _until(lambda: second.engine._rdma is not None and second.engine._rdma.inbox.get(("first", 1001)) == -1)
     assert second.engine.pop_inbound_transfer_status("first", 1001) is None
 
 
