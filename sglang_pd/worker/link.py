@@ -25,8 +25,8 @@ MAX_FRAMES_A_TURN = 512
 """Frames taken from a socket before timers and answers have their turn: a flood must not silence our heartbeats."""
 MAX_BATCH = 64
 """Frames that travel as one multipart message: what a turn of the control thread has for a peer wakes it once."""
-LARGE_FRAME_BYTES = 256 * 2**10
-"""A frame of this size waits for no other."""
+BATCH_BYTES = 256 * 2**10
+"""A batch ends with the frame that makes it so large."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,16 @@ class Link:
             dealer.close(linger=0)
 
     def send(self, party: Party, frame: bytes) -> bool:
-        """Queue one frame. It leaves with the next `flush`, together with others for the same party, in order."""
-        waiting = self._out.setdefault(party, [])
-        waiting.append(frame)
-        if len(waiting) >= MAX_BATCH or len(frame) >= LARGE_FRAME_BYTES:
-            self._flush(party, self._out.pop(party))
+        """Queue one frame. It leaves with the next `flush`, never before, with others for the same party, in order."""
+        self._out.setdefault(party, []).append(frame)
         return True
 
     def flush(self) -> None:
         """Let everything queued leave. What cannot is dropped and counted: no such party, or its queue is full."""
         while self._out:
-            self._flush(*self._out.popitem())
+            party, frames = self._out.popitem()
+            for batch in _batches(frames):
+                self._flush(party, batch)
 
     def _flush(self, party: Party, frames: list[bytes]) -> None:
         try:
@@ -239,3 +238,16 @@ class Link:
         self._routers.clear()
         self._dealers.clear()
         self._context.destroy(linger=0)
+
+
+def _batches(frames: list[bytes]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for frame in frames:
+        batch.append(frame)
+        size += len(frame)
+        if len(batch) >= MAX_BATCH or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

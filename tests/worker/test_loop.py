@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_pd.worker.control import PEERS
+from sglang_pd.worker.link import Link
 from sglang_pd.worker.loop import WorkerLoop
 
 
@@ -36,6 +38,25 @@ class Recorded:
         return iter(())
 
     def on_frame(self, party: Any, frame: bytes) -> None: ...
+
+
+def test_nothing_leaves_before_the_flush_and_batches_are_bounded() -> None:
+    sender, receiver = Link(None), Link(None)
+    try:
+        party = sender.call(receiver.listen(PEERS, "tcp://127.0.0.1:*"))
+        frames = [bytes([number % 256]) * (300_000 if number == 100 else 10) for number in range(200)]
+        for frame in frames:
+            sender.send(party, frame)
+        assert not receiver.sockets()[0].poll(200)
+        sender.flush()
+        got: list[bytes] = []
+        while len(got) < len(frames):
+            assert receiver.sockets()[0].poll(5_000)
+            got += [frame for _, frame in receiver.receive()]
+        assert got == frames and not receiver.counts["malformed_frames"] and not sender.counts["send_dropped"]
+    finally:
+        sender.close()
+        receiver.close()
 
 
 def test_a_peer_is_told_after_the_orders_of_the_turn_are_carried_out() -> None:
