@@ -416,7 +416,10 @@ class SourceSide:
         if flying and not unknown:
             return  # it will be DONE, FAILED or UNKNOWN by its deadline
         proven = not flying or all(self._backend.fence(peer) for peer in _peers_of(flying))
-        free = proven or all(t.source_free for flight in flying for _, t in flight.transfers)
+        transfers = [t for flight in flying for _, t in flight.transfers]
+        free = proven or all(t.source_free for t in transfers)
+        if free and not proven:  # the last may have ended between the two looks: that is the proof, and comes but once
+            proven = all(t.quiesced for t in transfers)
         if proven or entry.said is None or free is not entry.source_free:
             entry.said, entry.source_free = proven, free
             reason = "" if proven else str(unknown[0].error or "the transport cannot prove that it drained")
