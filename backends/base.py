@@ -340,12 +340,10 @@ def _check_grid(table: RegionTable, grid: Grid, segment_bytes: U64, owner: tuple
             actual=f"{int(inner.max())} + {int(block.max())} + {int(lengths.max())} bytes",
         )
     # From 0 to the end of the furthest byte: inside for the longest stretch means inside for every descriptor.
-    stretch = inner + np.uint64(furthest) + length
-    if inner.shape[0] <= FEW and _few_inside(table, region, np.zeros_like(inner), stretch, segment_bytes):
+    start, stretch = np.zeros_like(inner), inner + np.uint64(furthest) + length
+    if inner.shape[0] <= FEW and _few_inside(table, region, start, stretch, segment_bytes):
         return
-    check_ranges(
-        region, np.zeros_like(inner), stretch, table.size_bytes, side=f"regions, {side}", peer=peer
-    )  # fmt: skip
+    check_ranges(region, start, stretch, table.size_bytes, side=f"regions, {side}", peer=peer)
     check_ranges(
         table.segment[region], table.base[region], table.size_bytes[region], segment_bytes,
         side=f"region table, {side}", peer=peer,

@@ -161,8 +161,8 @@ class WorkerLoop:
         self._guard(self._driven.turn)
         self._guard(step)  # orders that this turn gave start now, not at the next wake-up
         self._guard(self._driven.turn)
-        # Last: what a peer is told (that it was given up, say) must not reach it before this turn's orders are in force
-        # (that its mapping is revoked), or it connects anew to what is just being taken from it.
+        # Last: a peer acts on what it is told (that it was given up, say), so this turn's orders (that its mapping is
+        # revoked) are carried out first.
         self._guard(self._link.flush)
         if self._rung:  # calls that came since then rang no more: `_timeout_s` sees them
             self._rung = False
