@@ -1,12 +1,13 @@
 """What a hand-over costs beside the wire: two processes, one rank each, an engine that computes nothing.
 
     python benchmarks/handoff.py [--backend local nixl mooncake] [--rooms 400] [--rounds 5] [--out DIR]
+                                 [--devices cuda:0 cuda:1]
 
 Overhead: from the last prefill token (the engine's call of `send`) to the admit in decode's engine thread, for a prompt
 of one page, the room being open on both sides; idle and beside a Python thread that never waits, in both processes.
 The wake floor, between each two rooms, is what the same chain of wake-ups takes when nothing is done in them.
 Rooms a second: one-page rooms, so many in flight. Sizes: the same time with more bytes. Rounds are interleaved over
-backends and cases; figures are medians over rounds.
+backends and cases; figures are medians over rounds. Pools lie in host memory, or on the two devices given.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,12 @@ def environment(backend: str) -> dict[str, str]:
 class Worker:
     """A worker process."""
 
-    def __init__(self, role: str, backend: str) -> None:
+    def __init__(self, role: str, backend: str, device: str) -> None:
         self.role, self.backend = role, backend
-        conf = {"role": role, "backend": backend, "id": role, "pages": POOL_PAGES, "options": OPTIONS.get(backend, {})}
+        conf = {
+            "role": role, "backend": backend, "id": role, "pages": POOL_PAGES, "options": OPTIONS.get(backend, {}),
+            "device": device,
+        }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("handoff_child.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -82,8 +87,10 @@ class Worker:
 class Pair:
     """A prefill and a decode process over one backend."""
 
-    def __init__(self, backend: str) -> None:
-        self.prefill, self.decode = Worker("prefill", backend), Worker("decode", backend)
+    def __init__(self, backend: str, devices: Sequence[str]) -> None:
+        self.prefill, self.decode = (
+            Worker(role, backend, device) for role, device in zip(("prefill", "decode"), devices, strict=True)
+        )
         self.handshake_s = self.decode.ask("connect", address=self.prefill.address)["seconds"]
         self._room = 0
 
@@ -157,9 +164,9 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {**figures, "samples": len(ordered)}
 
 
-def overhead(rooms: int, rounds: int) -> dict[str, Any]:
+def overhead(rooms: int, rounds: int, devices: Sequence[str]) -> dict[str, Any]:
     """Over `local`: idle and busy, interleaved with their floors; nothing spins while the idle case is measured."""
-    pair = Pair("local")
+    pair = Pair("local", devices)
     pair.prefill.ask("floor", address=pair.decode.ask("floor")["address"])
     taken: dict[str, list[float]] = {"idle": [], "busy": []}
     floors: dict[str, list[float]] = {"idle": [], "busy": []}
@@ -184,9 +191,9 @@ def overhead(rooms: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def backend_figures(backends: list[str], rooms: int, rounds: int) -> dict[str, Any]:
+def backend_figures(backends: list[str], rooms: int, rounds: int, devices: Sequence[str]) -> dict[str, Any]:
     """Streams and sizes of every backend, interleaved; then aborts, and deaths."""
-    pairs = {backend: Pair(backend) for backend in backends}
+    pairs = {backend: Pair(backend, devices) for backend in backends}
     speeds: dict[str, dict[int, list[float]]] = {b: {n: [] for n in (1, 4, 16)} for b in backends}
     sizes: dict[str, dict[str, list[float]]] = {b: {name: [] for name in SIZES} for b in backends}
     aborts: dict[str, list[float]] = {b: [] for b in backends}
@@ -225,15 +232,18 @@ def main() -> None:
     parser.add_argument("--rooms", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], metavar=("PREFILL", "DECODE"))
     given = parser.parse_args()
     figures = {
+        "devices": given.devices,
         "page_bytes": PAGE_BYTES,
         "pages_moved": {name: case[0] for name, case in SIZES.items()},
-        **overhead(given.rooms, given.rounds),
-        "backends": backend_figures(given.backend, given.rooms // 4, given.rounds),
+        **overhead(given.rooms, given.rounds, given.devices),
+        "backends": backend_figures(given.backend, given.rooms // 4, given.rounds, given.devices),
     }
     print(json.dumps(figures, indent=2))
-    print(write_result("handoff", figures, given.out))
+    name = "handoff" if given.devices == ["cpu", "cpu"] else "gpu_handoff"
+    print(write_result(name, figures, given.out))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,12 @@ class Child:
         backend = create_backend(conf["backend"], epoch=new_epoch(), options=conf.get("options", {}))
         kv = ComponentSpec("KV", "tokens", (RegionSpec("k", (0,), "float32", 8, (64,)),))  # 2 KiB a token
         capacity = Capacity(tokens=pages * PAGE_TOKENS, page_tokens=PAGE_TOKENS)
-        layout = layout_rank(StateSpec(components=(kv,), layers=1), capacity, Topology(), RankId(0, 0))
+        state, device = StateSpec(components=(kv,), layers=1), conf.get("device", "cpu")
+        layout = layout_rank(state, capacity, Topology(), RankId(0, 0), device)
         segments = Scope(backend).allocate_layout(layout)
         for segment in segments:
-            host_bytes(segment)[:] = 1  # touched: no page fault is measured
+            if device == "cpu":
+                host_bytes(segment)[:] = 1  # touched: no page fault is measured
         self.pages, self.pool = layout.roots.tokens.list_space, pages
         setup = RankSetup(backend=backend, components=layout.components, segments=segments)
         config = ControlConfig(instance_id=conf["id"], model="bench", verify=conf.get("verify", "off"))

@@ -15,7 +15,17 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
+COMMIT = "SGLANG_PD_BENCHMARK_COMMIT"
+"""Environment variable with the commit, for a copy of the tree without its history."""
+PACKAGES = (
+    "numpy", "msgspec", "torch", "triton", "transformers", "nixl", "nixl-cu13", "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+)  # fmt: skip
+
+
 def _commit() -> str:
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -42,11 +52,7 @@ def _version(name: str) -> str | None:
 
 def machine_stamp() -> dict[str, Any]:
     """Facts a reader needs to judge a figure: processor, cores, load, versions, commit. No names of machines."""
-    versions = {
-        name: version
-        for name in ("numpy", "msgspec", "torch", "triton", "nixl", "mooncake-transfer-engine-non-cuda")
-        if (version := _version(name))
-    }
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -181,7 +181,7 @@ def test_a_mistake_is_one_message(arguments: list[str], said: str, capsys: pytes
         ({"engine": {"options": {"layers": 3}}}, r"\$\.engine\.options\.layers"),
         ({"engine": {"name": "transformers", "options": {"path": "/nowhere"}}}, r"\$\.engine\.options"),
         ({"pools": {"page_tokens": 6, "tokens": 60}}, r"\$\.pools\.page_tokens"),
-        ({"pools": {"host_kinds": ["PLE"]}}, r"\$\.pools\.host_kinds"),
+        ({"pools": {"host_kinds": ["KV"]}}, r"\$\.pools\.host_kinds.*expected PLE, got KV"),
     ],
 )
 def test_a_worker_that_cannot_be_built_says_why(document: dict[str, Any], where: str) -> None:

@@ -1,7 +1,7 @@
 """Everything about one backend that needs GPUs: the conformance suite, kill -9 with kernels in flight, speed.
 
     python3 benchmarks/gpu/run_backends.py BACKEND [--wheels DIR] [--options JSON] [--env NAME=VALUE] [--out DIR]
-                                           [--parts suite,kill,speed] [--suite-within S] [--first-pair]
+                                           [--parts suite,kill,speed] [--suite-within S] [--first-pair] [--shards N]
 
 Run from a checkout on a machine with two GPUs (with one, the cases between two are left out and the table says so). The
 interpreter must have torch, triton, numpy, xxhash and cuda-bindings; what else is needed (msgspec, a transport) may lie
@@ -13,42 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-STAGED = "SGLANG_PD_BENCHMARK_STAGED"
+from staging import REPOSITORY, STAGED, start_again
 
 
-def stage(wheels: Path | None) -> Path:
-    """A folder with the package as it is installed, and the wheels' content."""
-    site = Path(tempfile.mkdtemp(prefix="pd-site-"))
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "sglang_pd", site / "sglang_pd", ignore=ignore)
-    for name in ("protocol", "backends"):
-        shutil.copytree(REPOSITORY / name, site / "sglang_pd" / name, ignore=ignore)
-    for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-    return site
+@dataclass(frozen=True)
+class Limits:
+    """within_s: seconds for all suites. shards: processes of one suite."""
 
-
-def start_again(wheels: Path | None, env: list[str]) -> None:
-    """Run this script once more with the staged folder on the path, in the wanted environment; never returns."""
-    site = stage(wheels)
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    wanted = dict(pair.split("=", 1) for pair in env)
-    os.execve(
-        sys.executable,
-        [sys.executable, *sys.argv],
-        {**os.environ, **wanted, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", STAGED: "1"},
-    )
+    within_s: float
+    shards: int
 
 
 def suite_pairs(backend: str, gpus: int) -> list[tuple[str, str]]:
@@ -60,26 +41,38 @@ def suite_pairs(backend: str, gpus: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def run_suites(backend: str, options: str, pairs: list[tuple[str, str]], within_s: float) -> dict[str, Any]:
-    """The suite on each pair of devices, all at once. What is not finished in time is told with what was."""
+def run_suites(backend: str, options: str, pairs: list[tuple[str, str]], limits: Limits) -> dict[str, Any]:
+    """The suite on each pair of devices, all at once, each in `shards` processes that share its cases. What is not
+    finished in time is told with what was."""
+    from sglang_pd.testing.suite import CASES  # importing it fills the table
+
+    names = list(CASES)
     running = []
-    for src, dst in pairs:
-        command = [sys.executable, "-m", "sglang_pd.testing", backend, "--json", "--options", options]
-        command += ["--src-device", src, "--dst-device", dst]
-        log = tempfile.TemporaryFile("w+")
-        running.append((subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True), log))
-    end = time.monotonic() + within_s
+    for pair in pairs:
+        for shard in range(limits.shards):
+            command = [sys.executable, "-m", "sglang_pd.testing", backend, "--json", "--options", options]
+            command += ["--src-device", pair[0], "--dst-device", pair[1]]
+            for name in names[shard :: limits.shards] if limits.shards > 1 else ():
+                command += ["--case", name]
+            log = tempfile.TemporaryFile("w+")
+            running.append((pair, subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True), log))
+    end = time.monotonic() + limits.within_s
     found: dict[str, Any] = {}
-    for (src, dst), (process, log) in zip(pairs, running, strict=True):
+    for (src, dst), process, log in running:
         error = ""
         try:
             _, error = process.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            error = f"not finished within {within_s:.0f} s"
+            error = f"not finished within {limits.within_s:.0f} s"
         log.seek(0)
-        outcomes = [json.loads(line) for line in log if line.startswith("{")]
-        found[f"{src} -> {dst}"] = {"cases": outcomes, "finished": process.returncode in (0, 1), "error": error[-2000:]}
+        suite = found.setdefault(f"{src} -> {dst}", {"cases": [], "finished": True, "error": ""})
+        suite["cases"] += [json.loads(line) for line in log if line.startswith("{")]
+        if process.returncode not in (0, 1):
+            suite["finished"] = False
+            suite["error"] += error[-2000:]
+    for suite in found.values():
+        suite["cases"].sort(key=lambda outcome: names.index(outcome["case"]))
     return found
 
 
@@ -108,6 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--parts", default="suite,kill,speed")
     parser.add_argument("--suite-within", type=float, default=540, metavar="SECONDS")
+    parser.add_argument("--shards", type=int, default=1, help="processes that share the cases of one suite")
     parser.add_argument("--first-pair", action="store_true", help="the first pair of devices alone")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=8)
@@ -115,7 +109,6 @@ def main() -> None:
     if STAGED not in os.environ:
         start_again(given.wheels, given.env)
 
-    sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(Path(__file__).parent)]
     import torch
     from stamp import write_result
 
@@ -126,8 +119,9 @@ def main() -> None:
     if gpus < 2:
         print("one GPU: nothing between two is run")
     if "suite" in parts:
+        limits = Limits(given.suite_within, given.shards)
         chosen = suite_pairs(given.backend, gpus)[: 1 if given.first_pair else None]
-        figures["suite"] = run_suites(given.backend, given.options, chosen, given.suite_within)
+        figures["suite"] = run_suites(given.backend, given.options, chosen, limits)
         print_suites(figures["suite"])
         write_result(f"gpu_{given.backend}", figures, given.out)
     if "kill" in parts:

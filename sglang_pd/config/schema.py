@@ -62,8 +62,9 @@ class PoolsSection(Section, frozen=True):
     (8192 where neither is given). swa_tokens: slots of the sliding-window pool (default: as many as `rows` requests
     need). rows: requests that run at once. slots: recurrent slots (default: rows). page_tokens: tokens of a page.
     interleave: neighbouring tokens that stay on one DCP rank. device: `cpu`, `cuda` (the rank's own) or `cuda:N`.
-    host_kinds: kinds that live in host memory beside pools on a device. order: how free units are handed out; `random`
-    follows `seed`. poison: fill pools with this byte at start, so that state that nobody wrote shows (tests, demo).
+    host_kinds: kinds, by name, that lie in host memory beside pools on a device (as PLE), where the engine can do so.
+    order: how free units are handed out; `random` follows `seed`. poison: fill pools with this byte at start, so that
+    state that nobody wrote shows (tests, demo).
     """
 
     memory_bytes: Bytes | None = None

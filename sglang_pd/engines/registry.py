@@ -46,12 +46,14 @@ class Facts:
 
 class Entry(NamedTuple):
     """An engine. module: its code. describe(options) and create(options, device): functions `module:name`.
-    extra: what to install where its libraries are missing."""
+    extra: what to install where its libraries are missing. host_kinds: state that may lie in host memory beside a
+    device that computes; None: all of it."""
 
     module: str
     describe: str
     create: str
     extra: str
+    host_kinds: frozenset[str] | None = None
 
 
 ENGINES: Final[dict[str, Entry]] = {
@@ -60,6 +62,7 @@ ENGINES: Final[dict[str, Entry]] = {
         "sglang_pd.engines.registry:describe_reference",
         "sglang_pd.engines.registry:create_reference",
         "torch",
+        frozenset({"PLE"}),
     ),
     "transformers": Entry(
         "sglang_pd.engines.transformers",
@@ -81,6 +84,13 @@ def create_engine(name: str, options: Mapping[str, Any], device: str = "cpu") ->
     and what the engine raises for its options."""
     engine: Engine = _function(name, _entry(name).create)(options, device)
     return engine
+
+
+def host_kinds_of(name: str, state: StateSpec) -> frozenset[str]:
+    """Kinds of a model's state that this engine can have in host memory. Raises `ConfigError` as `describe_engine`."""
+    kinds = frozenset(component.kind for component in state.components)
+    known = _entry(name).host_kinds
+    return kinds if known is None else kinds & known
 
 
 def describe_reference(options: Mapping[str, Any]) -> Described:

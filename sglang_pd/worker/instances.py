@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_pd.config import WorkerConfig, topology_of
 from sglang_pd.config.schema import DEFAULT_TOKENS
-from sglang_pd.engines.registry import Described, describe_engine
+from sglang_pd.engines.registry import Described, describe_engine, host_kinds_of
 from sglang_pd.memory.budget import Budget, lines_of, plan_budget, window_pool_tokens
 from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
 from sglang_pd.memory.spec import StateSpec
@@ -44,15 +44,8 @@ def plan_instance(config: WorkerConfig, described: Described | None = None) -> P
             expected=f"a multiple of {described.page_multiple}",
             actual=config.pools.page_tokens,
         )
-    if config.pools.host_kinds:
-        raise ConfigError(
-            "no engine here computes on state that lies in host memory beside a device",
-            where="$.pools.host_kinds",
-            expected="none",
-            actual=" ".join(config.pools.host_kinds)[:200],
-        )
     topology = topology_of(config)
-    state, device = described.state, config.pools.device
+    state, device = _placed(config, described.state), config.pools.device
     budget = size_pools(config, state, topology)
     ranks = [RankId(p, t) for p in range(topology.pp) for t in range(topology.tp)]
     layouts = tuple(layout_rank(state, budget.capacity, topology, rank, device) for rank in ranks)
@@ -65,6 +58,21 @@ def plan_instance(config: WorkerConfig, described: Described | None = None) -> P
         ranks=tuple(layout.manifest(0, transport) for layout in layouts),
     )
     return Planned(config, layouts, manifest, budget)
+
+
+def _placed(config: WorkerConfig, state: StateSpec) -> StateSpec:
+    """The state, with what `host_kinds` names in host memory. Raises `ConfigError` for what the engine cannot use."""
+    wanted = frozenset(config.pools.host_kinds)
+    usable = host_kinds_of(config.engine.name, state)
+    if not wanted <= usable:
+        raise ConfigError(
+            f"the engine {config.engine.name!r} does not compute on such state in host memory",
+            where="$.pools.host_kinds",
+            expected=" | ".join(sorted(usable)) or "none for this model",
+            actual=" ".join(sorted(wanted - usable))[:200],
+        )
+    placed = (replace(c, device="cpu") if c.kind in wanted else c for c in state.components)
+    return replace(state, components=tuple(placed))
 
 
 def size_pools(config: WorkerConfig, state: StateSpec, topology: Topology) -> Budget:
