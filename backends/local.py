@@ -11,7 +11,7 @@ import importlib.util
 import os
 import select
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,7 +43,7 @@ from sglang_pd.backends.local_link import (
 from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
-from sglang_pd.backends.local_transfer import LocalTransfer, Part
+from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer, Part
 from sglang_pd.protocol.batch import U64, GridBatch, WriteBatch
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 
@@ -252,14 +252,23 @@ class LocalBackend(Backend):
         return parts + self._start_host(peer, host, host.total_bytes, after)
 
     def _start_device(self, peer: LocalPeer, batch: WriteBatch, after: Any) -> list[Part]:
-        if peer.cuda is None:
-            raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
 
         def resolve(rows: slice) -> tuple[U64, U64, U64]:
             part = batch_rows(batch, rows)
             return (*batch_addresses(part, self._base, peer.base), part.length)
 
-        return [peer.cuda.copy(len(batch), resolve, after)]
+        return [self._behind(peer, after, lambda cuda, event: cuda.copy(len(batch), resolve, event))]
+
+    def _behind(self, peer: LocalPeer, after: Any, start: Callable[[CudaSide, Any], Part]) -> Part:
+        """A device's copy behind an event: on its stream, or, for an event of another kind, started by us after it."""
+        cuda = peer.cuda
+        if cuda is None:
+            raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
+        if after is None or cuda.can_wait_for(after):
+            return start(cuda, after)
+        gate = CopyJob(lambda: (), after)
+        self._copier.submit(gate)
+        return HeldPart(gate, lambda: start(cuda, None))
 
     def _only_device(self, peer: LocalPeer, batch: GridBatch) -> bool:
         """True when a GPU must carry every descriptor."""
@@ -267,8 +276,6 @@ class LocalBackend(Backend):
         return all(bool((src[grid.src_region] | dst[grid.dst_region]).all()) for grid in batch.grids)
 
     def _start_grids(self, peer: LocalPeer, batch: GridBatch, after: Any) -> list[Part]:
-        if peer.cuda is None:
-            raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
         src_base = self._base[batch.src.segment] + batch.src.base
         dst_base = peer.base[batch.dst.segment] + batch.dst.base
         grids = [
@@ -283,7 +290,7 @@ class LocalBackend(Backend):
             for grid in batch.grids
             if len(grid)
         ]
-        return [peer.cuda.copy_grids(grids, after)]
+        return [self._behind(peer, after, lambda cuda, event: cuda.copy_grids(grids, event))]
 
     def _start_host(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
         addresses = batch_addresses(batch, self._base, peer.base)

@@ -219,6 +219,10 @@ class CudaSide:
         with _on(self.ordinal):
             runtime.cudaIpcCloseMemHandle(address)
 
+    def can_wait_for(self, event: Any) -> bool:
+        """Whether the stream itself can be put behind it."""
+        return self._stream.can_wait_for(event)
+
     def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
         """Start copying ranges; see `CopyStream.copy`."""
         return self._stream.copy(ranges, resolve, after)

@@ -28,7 +28,7 @@ from sglang_pd.backends.local_launch import (
     plan_launches,
 )
 from sglang_pd.protocol.batch import U64
-from sglang_pd.protocol.errors import BackendError, PdError, TransferError
+from sglang_pd.protocol.errors import PdError, TransferError
 
 SLICE_RANGES = 32_768
 FIRST_SLICE_RANGES = 2048
@@ -104,11 +104,13 @@ class CopyStream:
         self._warm_up()
         self._thread.start()
 
-    def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
-        """Start copying `ranges` ranges behind the event `after`, if any.
+    @staticmethod
+    def can_wait_for(event: Any) -> bool:
+        """Whether the stream can be put behind it."""
+        return isinstance(event, torch.cuda.Event)
 
-        Raises `BackendError` for an event that a stream cannot wait for, and where CUDA refuses the launch.
-        """
+    def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
+        """Start copying `ranges` ranges behind the event `after`, if any, for which `can_wait_for` is true."""
         return self._start(after, (self._launch(plans) for plans in self._prepared(ranges, resolve)))
 
     def copy_grids(self, grids: list[GridAddresses], after: Any) -> DevicePart:
@@ -117,13 +119,6 @@ class CopyStream:
 
     def _start(self, after: Any, launches: Iterator[Staging]) -> DevicePart:
         """Run launches on the stream, and record the event behind them."""
-        if after is not None and not isinstance(after, torch.cuda.Event):
-            raise BackendError(
-                "device memory can only wait for a CUDA event",
-                where="after",
-                expected="torch.cuda.Event",
-                actual=type(after).__name__,
-            )
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         used: list[Staging] = []
         part = DevicePart(event, lambda: self._free.extend(used))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sglang_pd.backends.base import Transfer, TransferState
@@ -27,6 +27,52 @@ class Part(Protocol):
 
     def cancel(self, cause: PdError) -> None:
         """Start nothing more of it."""
+
+
+class HeldPart:
+    """A part that starts once `gate` has settled. gate: a job of no bytes behind the event that the bytes depend on, for
+    an event that the part's own engine cannot wait for. start: called by the owner's thread."""
+
+    def __init__(self, gate: Part, start: Callable[[], Part]) -> None:
+        self._gate = gate
+        self._start: Callable[[], Part] | None = start
+        self._part: Part | None = None
+        self._error: PdError | None = None
+
+    @property
+    def settled(self) -> bool:
+        """See `Part`."""
+        if self._part is None and self._error is None and self._gate.settled:
+            self._begin()
+        return self._error is not None or (self._part is not None and self._part.settled)
+
+    def _begin(self) -> None:
+        start, self._start = self._start, None
+        if start is None or self._gate.error is not None:
+            self._error = self._gate.error
+            return
+        try:
+            self._part = start()
+        except PdError as refused:
+            self._error = refused
+
+    @property
+    def error(self) -> PdError | None:
+        """See `Part`."""
+        return self._error or (self._part.error if self._part is not None else None)
+
+    @property
+    def doubt(self) -> PdError | None:
+        """See `Part`."""
+        return self._part.doubt if self._part is not None else None
+
+    def cancel(self, cause: PdError) -> None:
+        """See `Part`."""
+        if self._part is not None:
+            self._part.cancel(cause)
+        elif self._error is None:
+            self._error = cause
+            self._gate.cancel(cause)
 
 
 class LocalTransfer(Transfer):

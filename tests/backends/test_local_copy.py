@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends import local_copy
 from sglang_pd.backends.local_copy import Copier, CopyJob, Ranges, copy_now
-from sglang_pd.protocol.errors import TransferError
+from sglang_pd.backends.local_transfer import HeldPart
+from sglang_pd.protocol.errors import PdError, TransferError
 
 SIZE = 1 << 20
 
@@ -129,6 +130,72 @@ def test_a_job_waits_for_its_event_and_lets_others_pass(copier: tuple[Copier, th
     assert copier[1].acquire(timeout=20)
     assert first.settled and first.error is None
     np.testing.assert_array_equal(waiting.dst, waiting.expected)
+
+
+class Started:
+    """Another engine's part: it ends when told."""
+
+    def __init__(self) -> None:
+        self.settled, self.cancelled = False, False
+        self.error: PdError | None = None
+        self.doubt: PdError | None = None
+
+    def cancel(self, cause: PdError) -> None:
+        self.cancelled = True
+
+
+def held_part(copier: Copier, happened: Callable[[], bool], started: list[Started]) -> HeldPart:
+    gate = CopyJob(lambda: (), Event(happened))
+    copier.submit(gate)
+
+    def start() -> Started:
+        started.append(Started())
+        return started[-1]
+
+    return HeldPart(gate, start)
+
+
+def test_a_held_part_starts_after_its_event_and_wakes_its_owner(copier: tuple[Copier, threading.Semaphore]) -> None:
+    happened, started = threading.Event(), list[Started]()
+    part = held_part(copier[0], happened.is_set, started)
+    time.sleep(0.02)
+    assert not part.settled and not started
+    happened.set()
+    assert copier[1].acquire(timeout=20), "nobody was told that it can start"
+    assert not part.settled and len(started) == 1
+    part.cancel(TransferError("too late", where="test"))
+    assert started[0].cancelled and not part.settled, "what runs is waited for"
+    started[0].settled = True
+    assert part.settled and part.error is None and len(started) == 1
+
+
+def test_a_held_part_whose_event_fails_or_that_is_cancelled_never_starts(
+    copier: tuple[Copier, threading.Semaphore],
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("device lost")
+
+    started = list[Started]()
+    failed = held_part(copier[0], fail, started)
+    assert copier[1].acquire(timeout=20)
+    assert failed.settled and "device lost" in str(failed.error)
+    waiting = held_part(copier[0], lambda: False, started)
+    cause = TransferError("the peer went", where="test")
+    waiting.cancel(cause)
+    assert copier[1].acquire(timeout=20)
+    assert waiting.settled and waiting.error is cause and not started
+
+
+def test_a_held_part_that_cannot_start_fails(copier: tuple[Copier, threading.Semaphore]) -> None:
+    gate = CopyJob(lambda: (), Event(lambda: True))
+    copier[0].submit(gate)
+    assert copier[1].acquire(timeout=20)
+
+    def start() -> Started:
+        raise TransferError("no such device", where="test")
+
+    part = HeldPart(gate, start)
+    assert part.settled and "no such device" in str(part.error)
 
 
 def test_a_failed_event_fails_the_job_and_copies_nothing(copier: tuple[Copier, threading.Semaphore]) -> None:
