@@ -30,8 +30,11 @@ class Part(Protocol):
 
 
 class HeldPart:
-    """A part that starts once `gate` has settled. gate: a job of no bytes behind the event that the bytes depend on, for
-    an event that the part's own engine cannot wait for. start: called by the owner's thread."""
+    """A part that starts once `gate` has settled.
+
+    gate: a job of no bytes behind the event that the bytes depend on, for an event that the part's own engine cannot
+    wait for. start: called by the owner's thread.
+    """
 
     def __init__(self, gate: Part, start: Callable[[], Part]) -> None:
         self._gate = gate

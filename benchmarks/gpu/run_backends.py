@@ -1,7 +1,8 @@
 """Everything about one backend that needs GPUs: the conformance suite, kill -9 with kernels in flight, speed.
 
     python3 benchmarks/gpu/run_backends.py BACKEND [--wheels DIR] [--options JSON] [--env NAME=VALUE] [--out DIR]
-                                           [--parts suite,kill,speed] [--suite-within S] [--first-pair] [--shards N]
+                                           [--parts suite,kill,speed] [--suite-within S] [--pair SRC DST]
+                                           [--first-pair] [--shards N]
 
 Run from a checkout on a machine with two GPUs (with one, the cases between two are left out and the table says so). The
 interpreter must have torch, triton, numpy, xxhash and cuda-bindings; what else is needed (msgspec, a transport) may lie
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--parts", default="suite,kill,speed")
     parser.add_argument("--suite-within", type=float, default=540, metavar="SECONDS")
     parser.add_argument("--shards", type=int, default=1, help="processes that share the cases of one suite")
+    parser.add_argument("--pair", nargs=2, action="append", metavar=("SRC", "DST"), help="suite on these devices only")
     parser.add_argument("--first-pair", action="store_true", help="the first pair of devices alone")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--lanes", type=int, default=8)
@@ -120,7 +122,8 @@ def main() -> None:
         print("one GPU: nothing between two is run")
     if "suite" in parts:
         limits = Limits(given.suite_within, given.shards)
-        chosen = suite_pairs(given.backend, gpus)[: 1 if given.first_pair else None]
+        chosen = [tuple(pair) for pair in given.pair or suite_pairs(given.backend, gpus)]
+        chosen = chosen[: 1 if given.first_pair else None]
         figures["suite"] = run_suites(given.backend, given.options, chosen, limits)
         print_suites(figures["suite"])
         write_result(f"gpu_{given.backend}", figures, given.out)
