@@ -27,6 +27,7 @@ for 65,536 descriptors, so a library whose submit blocks is driven by a thread o
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -119,6 +120,39 @@ class Peer(abc.ABC):
         """Why the peer is known to be gone, or None. A peer once lost stays lost."""
 
 
+class Connecting(abc.ABC):
+    """A connection on its way, begun by `Backend.start_connect` and asked after by the backend's owner."""
+
+    @abc.abstractmethod
+    def poll(self) -> Peer | None:
+        """The peer, or None while it is under way. Never blocks. Raises what `connect` raises, each time."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Nobody waits any more: what comes of it is left again. Not after `poll` gave the peer. Idempotent."""
+
+    def wait(self) -> Peer:
+        """Block until there is a peer. Raises as `poll`."""
+        while (peer := self.poll()) is None:
+            time.sleep(0.0005)
+        return peer
+
+
+class Connected(Connecting):
+    """A connection that took no time."""
+
+    def __init__(self, backend: Backend, peer: Peer) -> None:
+        self._backend, self._peer = backend, peer
+
+    def poll(self) -> Peer:
+        """The peer."""
+        return self._peer
+
+    def cancel(self) -> None:
+        """See `Connecting`."""
+        self._backend.disconnect(self._peer)
+
+
 class Transfer(abc.ABC):
     """One posted batch. The backend keeps what the library needs alive, whether or not the caller keeps this object."""
 
@@ -196,6 +230,14 @@ class Backend(abc.ABC):
         Raises `BackendError` for a blob of another backend, version or epoch, `TransferError` (`peer_lost`) when there
         is nobody. May take the library's connect time; does not wait for the peer's owner thread.
         """
+
+    def start_connect(self, blob: bytes, epoch: int) -> Connecting:
+        """Begin what `connect` does, for an owner that has others to serve: returns soon, however long it takes.
+
+        `wakeup_fd` turns readable when `poll` may have news. Raises as `connect` for what can be seen at once. This one
+        calls `connect`: right for a transport that connects within milliseconds or not at all.
+        """
+        return Connected(self, self.connect(blob, epoch))
 
     @abc.abstractmethod
     def write(

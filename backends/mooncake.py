@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_process import check_process, own_identity
 from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
@@ -197,47 +197,28 @@ class MooncakeBackend(Backend):
 
     def connect(self, blob: bytes, epoch: int) -> Peer:
         """See `Backend.connect`. Reads the peer's identity through the library before anything may be written."""
+        return self.start_connect(blob, epoch).wait()
+
+    def start_connect(self, blob: bytes, epoch: int) -> ThreadedConnecting[Outbound]:
+        """See `Backend`. The library may wait a minute for a peer that hangs; we wait `connect_timeout_s` at most."""
         self._check_open()
         described = decode_matching(blob, epoch, self._options.transport, self._library.version)
-        outbound = self._reach(described)
+        connecting = ThreadedConnecting(
+            lambda: self._links.reach(described),
+            lambda outbound: self._joined(described, outbound),
+            self._links.abandon,
+            self._pump.tell,
+        )
+        within_s = self._options.connect_timeout_s
+        return connecting.start("sglang-pd-mooncake-connect", within_s=within_s, where=f"mooncake, {described.session}")
+
+    def _joined(self, described: Blob, outbound: Outbound) -> MooncakePeer:
         self._made += 1
         peer = MooncakePeer(self._made, described, outbound)
         peer.home = self._epoch
         self._links.join(outbound, peer)
         self._peers[peer.number] = peer
         return peer
-
-    def _reach(self, blob: Blob) -> Outbound:
-        """The library may wait a minute for a peer that hangs; the owner waits `connect_timeout_s` at most."""
-        found: list[Outbound] = []
-        failed: list[PdError] = []
-        given_up = threading.Lock()  # taken by whoever is first: the owner that gives up, or the thread that has found
-
-        def reach() -> None:
-            try:
-                outbound = self._links.reach(blob)
-            except PdError as error:
-                failed.append(error)
-                return
-            if given_up.acquire(blocking=False):
-                found.append(outbound)
-            else:
-                self._links.abandon(outbound)
-
-        thread = threading.Thread(target=reach, name="sglang-pd-mooncake-connect", daemon=True)
-        thread.start()
-        thread.join(self._options.connect_timeout_s)
-        if failed:
-            raise failed[0]
-        if given_up.acquire(blocking=False):
-            raise TransferError(
-                "the peer's library did not answer in time",
-                code="peer_lost",
-                where=f"mooncake, {blob.session}",
-                expected=f"within {self._options.connect_timeout_s:g} s",
-            )
-        thread.join()
-        return found[0]
 
     def disconnect(self, peer: Peer) -> None:
         """See `Backend.disconnect`."""

@@ -38,6 +38,7 @@ from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
     Backend,
     Capabilities,
+    Connecting,
     Peer,
     Segment,
     Transfer,
@@ -106,6 +107,33 @@ class MoriPeer(Peer):
     def lost(self) -> PdError | None:
         """Why nothing more reaches the peer over this connection, or None."""
         return self.link.lost
+
+
+class _FirstContact(Connecting):
+    """The greeting that a link's thread writes to the peer's door."""
+
+    def __init__(self, link: Link, hello: LibraryTransfer, peer: MoriPeer) -> None:
+        self._link, self._hello, self._peer = link, hello, peer
+
+    def poll(self) -> MoriPeer | None:
+        """See `Connecting`."""
+        state = self._hello.poll()
+        if state in (TransferState.PENDING, TransferState.DONE):
+            return self._peer if state is TransferState.DONE else None
+        cause, remote = self._hello.error, self._link.remote
+        self.cancel()
+        raise TransferError(
+            "nobody answers where the peer said it would be",
+            code="peer_lost",
+            where=f"connect, peer {remote.key} at {remote.engine.host} port {remote.engine.port}",
+            actual=cause.message if cause else "",
+            backend="mori",
+        )
+
+    def cancel(self) -> None:
+        """See `Connecting`."""
+        why = TransferError("the first contact failed", code="peer_lost", where=f"peer {self._link.remote.key}")
+        self._link.stop(why)
 
 
 class MoriBackend(Backend):
@@ -209,6 +237,12 @@ class MoriBackend(Backend):
 
     def connect(self, blob: bytes, epoch: int) -> MoriPeer:
         """Connect and write to the peer's door, within `connect_timeout_s`. Errors as in the contract."""
+        peer = self.start_connect(blob, epoch).wait()
+        assert isinstance(peer, MoriPeer)
+        return peer
+
+    def start_connect(self, blob: bytes, epoch: int) -> Connecting:
+        """See `Backend`. The link's thread waits for the first contact."""
         self._check_open()
         body = decode_blob(blob, epoch=epoch, mori_version=self._library.version)
         if body.epoch == self._epoch:
@@ -218,20 +252,7 @@ class MoriBackend(Backend):
         engine.add_peer(remote.engine)
         link = Link(engine, remote, self._options, Owner(self._open.setdefault(epoch, set()), self._news))
         self._links.append(link)
-        hello = link.greet(self._options.connect_timeout_s)
-        while hello.poll() is TransferState.PENDING:
-            time.sleep(0.0005)
-        if hello.poll() is not TransferState.DONE:
-            cause = hello.error
-            link.stop(TransferError("the first contact failed", code="peer_lost", where=f"peer {remote.key}"))
-            raise TransferError(
-                "nobody answers where the peer said it would be",
-                code="peer_lost",
-                where=f"connect, peer {remote.key} at {remote.engine.host} port {remote.engine.port}",
-                actual=cause.message if cause else "",
-                backend="mori",
-            )
-        return MoriPeer(body, link, self._epoch)
+        return _FirstContact(link, link.greet(self._options.connect_timeout_s), MoriPeer(body, link, self._epoch))
 
     def _unpack(self, body: EngineBlob) -> Remote:
         library, key = self._library, body.key

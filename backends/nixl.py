@@ -27,6 +27,7 @@ at interpreter exit (its libraries' finalisers): programs should flush and end w
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -43,6 +44,7 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.library_blob import SegmentEntry
+from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_link import Work
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, same_host, same_pid_namespace
 from sglang_pd.backends.library_rows import Rows
@@ -219,17 +221,33 @@ class NixlBackend(Backend):
         )
 
     def connect(self, blob: bytes, epoch: int) -> Peer:
-        """Connect to an incarnation; starts wiring up and does not wait for it.
+        """Connect to an incarnation; starts wiring up and waits only for what has to be found out first.
 
         Raises `BackendError` for a blob of another backend, version or epoch, and for device memory that would travel
         over TCP; `TransferError` (`peer_lost`) when there is nobody.
         """
+        return self.start_connect(blob, epoch).wait()
+
+    def start_connect(self, blob: bytes, epoch: int) -> ThreadedConnecting[tuple[Link, str]]:
+        """See `Backend`. To find out the transport to a peer elsewhere, or to a device, takes a child that loads UCX:
+        seconds, with a device sometimes half a minute."""
         self._check_open()
         body = decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
         if body.epoch == self._epoch:
             raise BackendError("a backend does not connect to itself", where=f"peer {body.agent}")
-        transport = self._transport_to(body)
-        return NixlPeer(self._engine.call(lambda: self._engine.connect(body)), transport, self._epoch)
+
+        def reach() -> tuple[Link, str]:
+            transport = self._transport_to(body)
+            return self._engine.call(lambda: self._engine.connect(body)), transport
+
+        def leave(found: tuple[Link, str]) -> None:
+            if not self._closed:
+                with contextlib.suppress(PdError):  # it is being closed
+                    self._engine.call(lambda: self._engine.disconnect(found[0]))
+
+        return ThreadedConnecting(reach, lambda found: NixlPeer(*found, self._epoch), leave, self._engine.tell).start(
+            "sglang-pd-nixl-connect"
+        )
 
     def _transport_to(self, body: AgentBlob) -> str:
         """The transports of writes to that peer. Refuses TCP, or the unknown, for device memory."""

@@ -127,6 +127,11 @@ class Engine:
         known = self.writers.get(epoch)
         return bool(known) and all(not reachable(one) or process_gone(one) for one in tuple(known or ()))
 
+    def tell(self) -> None:
+        """Make `news_fd` readable: something that the owner waits for has come. From any thread."""
+        if not self._stopping:
+            self._news()
+
     def stop(self) -> None:
         """Close the agent and end the thread. Transfers left are UNKNOWN. Idempotent."""
         if not self._stopping:

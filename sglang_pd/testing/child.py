@@ -64,8 +64,11 @@ class Child:
         return self._live.describe()
 
     def connect(self, blob: bytes, epoch: int) -> dict[str, Any]:
-        """Connect; the peer's handle and facts."""
-        peer = self._live.connect(blob, epoch)
+        """Connect as a worker does; the peer's handle and facts."""
+        connecting = self._live.start_connect(blob, epoch)
+        while (peer := connecting.poll()) is None:
+            self._live.progress()
+            time.sleep(0.0005)
         self._next += 1
         self._peers[self._next] = peer
         facts = {"epoch": peer.epoch, "segment_bytes": list(peer.segment_bytes), "transport": peer.transport}

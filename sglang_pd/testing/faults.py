@@ -23,6 +23,7 @@ from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
     Backend,
     Capabilities,
+    Connecting,
     Peer,
     Segment,
     Transfer,
@@ -105,6 +106,10 @@ class WrappedBackend(Backend):
     def connect(self, blob: bytes, epoch: int) -> Peer:
         """The inner backend's peer, unwrapped."""
         return self.inner.connect(blob, epoch)
+
+    def start_connect(self, blob: bytes, epoch: int) -> Connecting:
+        """The inner backend's."""
+        return self.inner.start_connect(blob, epoch)
 
     def write(
         self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
@@ -213,11 +218,27 @@ class FaultyTransfer(Transfer):
         return self.post is not None or (self._real is not None and not self._real.quiesced)
 
 
+class SlowConnecting(Connecting):
+    """A connection that is not said to be there before `due`."""
+
+    def __init__(self, inner: Connecting, clock: Callable[[], float], due: float) -> None:
+        self._inner, self._clock, self._due = inner, clock, due
+
+    def poll(self) -> Peer | None:
+        """See `Connecting`."""
+        return self._inner.poll() if self._clock() >= self._due else None
+
+    def cancel(self) -> None:
+        """See `Connecting`."""
+        self._inner.cancel()
+
+
 class FaultyBackend(WrappedBackend):
     """Another backend, with faults.
 
-    faults: the plan. seed: of the draws for `Fault.probability`. clock: monotonic seconds, for tests with a fake one.
-    writes: how many writes were asked for. struck: (number of the write, kind of the fault), in order.
+    faults: the plan. connect_s: seconds that every connection takes. seed: of the draws for `Fault.probability`. clock:
+    monotonic seconds, for tests with a fake one. writes: how many writes were asked for. struck: (number of the write,
+    kind of the fault), in order.
     """
 
     def __init__(
@@ -227,8 +248,10 @@ class FaultyBackend(WrappedBackend):
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        connect_s: float = 0.0,
     ) -> None:
         super().__init__(inner)
+        self._connect_s = connect_s
         self._faults = tuple(faults)
         self._draw = random.Random(seed)
         self._clock = clock
@@ -236,6 +259,15 @@ class FaultyBackend(WrappedBackend):
         self._held: list[tuple[Peer, float]] = []
         self.writes = 0
         self.struck: list[tuple[int, str]] = []
+
+    def start_connect(self, blob: bytes, epoch: int) -> Connecting:
+        """See `Backend`."""
+        inner = self.inner.start_connect(blob, epoch)
+        return SlowConnecting(inner, self._clock, self._clock() + self._connect_s) if self._connect_s else inner
+
+    def connect(self, blob: bytes, epoch: int) -> Peer:
+        """See `Backend`."""
+        return self.start_connect(blob, epoch).wait()
 
     def write(
         self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
@@ -339,6 +371,7 @@ class FaultyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     inner_options: dict[str, Any] = {}
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    connect_s: float = 0.0
 
 
 def create(*, epoch: int, options: Mapping[str, Any]) -> FaultyBackend:
@@ -348,7 +381,7 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> FaultyBackend:
     except msgspec.ValidationError as error:
         raise ConfigError(str(error), where="$.backend.options") from error
     inner = create_backend(chosen.inner, epoch=epoch, options=chosen.inner_options)
-    return FaultyBackend(inner, chosen.faults, seed=chosen.seed)
+    return FaultyBackend(inner, chosen.faults, seed=chosen.seed, connect_s=chosen.connect_s)
 
 
 def install() -> None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
-from sglang_pd.protocol.batch import GridBatch
 from sglang_pd.protocol.bind import Chunk, IndexLists, RoomIndices, bind
-from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.kinds import Elements
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing, Record
-from sglang_pd.protocol.plan import region_numbers
 from sglang_pd.protocol.verify import RowDigest, layer_digests
+from sglang_pd.worker.meetings import Meeting, Meetings, info_of
 from sglang_pd.worker.orders import (
     AnyReport,
     Begin,
@@ -29,7 +28,6 @@ from sglang_pd.worker.orders import (
     Forget,
     Halt,
     HandedOff,
-    Paired,
     PeerFault,
     RoomFault,
     WroteRange,
@@ -89,25 +87,6 @@ class _Room:
     """`said` and `source_free`: last answer to `Halt`."""
 
 
-@dataclass(slots=True)
-class _Meeting:
-    """An accepted destination instance: the pairing, and the backend's peer for each rank that this one writes to."""
-
-    pairing: Pairing
-    peers: dict[RankId, Peer]
-    fault: bool = False
-    kinds: dict[RankId, dict[int, str]] = field(default_factory=dict)
-    """By destination rank, the kind of each of its regions."""
-
-    def moved(self, dst: RankId, batch: GridBatch) -> Iterator[tuple[str, int, int]]:
-        """Kind, bytes and descriptors of each grid of a batch for one destination rank."""
-        if dst not in self.kinds:
-            numbers = region_numbers(self.pairing.decode.rank(dst))
-            self.kinds[dst] = {number: kind for kind, regions in numbers.items() for number, _ in regions.values()}
-        for grid in batch.grids:
-            yield self.kinds[dst][int(grid.dst_region[0])], grid.total_bytes, len(grid)
-
-
 class SourceSide:
     """Writes rooms. All methods are called by the rank's control thread."""
 
@@ -127,8 +106,7 @@ class SourceSide:
         self._deadline_s = deadline_s
         self._rooms: dict[int, _Room] = {}
         self._forgotten: OrderedDict[int, float] = OrderedDict()
-        self._meetings: dict[int, _Meeting] = {}
-        self._leaving: list[Peer] = []
+        self.meetings = Meetings(rank, backend, report, self._met)
         self._waiting = 0
         self.bytes_written = 0
         self.descriptors_written = 0
@@ -138,37 +116,12 @@ class SourceSide:
     # --- peers -------------------------------------------------------------------------------------------------------
 
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
-        """Connect to every destination rank that this rank has bytes for; connections that still hold are kept.
-
-        Raises `PdError`; then the former connections stand.
-        """
-        before = self._meetings.get(peer_epoch)
-        peers: dict[RankId, Peer] = {}
-        new: list[Peer] = []
-        try:
-            for dst in pairing.decode.ranks:
-                if not pairing.plan(self._rank, dst.rank).moves:
-                    continue
-                kept = before.peers.get(dst.rank) if before else None
-                if before and kept and before.pairing.decode.rank(dst.rank).transport == dst.transport:
-                    peers[dst.rank] = kept
-                else:
-                    peers[dst.rank] = self._backend.connect(dst.transport.connect, dst.epoch)
-                    new.append(peers[dst.rank])
-        except PdError:
-            self._leaving.extend(new)
-            raise
-        if before:
-            self._leaving.extend(peer for peer in before.peers.values() if peer not in peers.values())
-        self._meetings[peer_epoch] = _Meeting(pairing, peers)
-        carried = sorted({peer.transport for peer in peers.values()})
-        self._report(Paired(peer_epoch=peer_epoch, transport=" ".join(carried)))
+        """Connect to the ranks of an instance that this one has bytes for. Answered by `Paired`, now or by a `step`."""
+        self.meetings.pair(peer_epoch, pairing)
 
     def unpair(self, peer_epoch: int) -> None:
         """Forget a destination instance. Peers are disconnected once nothing of this rank can land there any more."""
-        meeting = self._meetings.pop(peer_epoch, None)
-        if meeting:
-            self._leaving.extend(meeting.peers.values())
+        self.meetings.unpair(peer_epoch)
 
     def leave_all(self) -> None:
         """Post nothing more for anybody and leave every peer; `step` is False once nothing is in flight."""
@@ -177,14 +130,17 @@ class SourceSide:
             entry.faulted = entry.halted = entry.orphan = True
             if not entry.flights:
                 del self._rooms[room]
-        self._leaving.extend(peer for meeting in self._meetings.values() for peer in meeting.peers.values())
-        self._meetings.clear()
+        self.meetings.unpair_all()
 
-    def _disconnect_left(self) -> None:
-        flying = {id(p) for e in self._rooms.values() for f in e.flights if not f.quiesced for p, _ in f.transfers}
-        for peer in [peer for peer in self._leaving if id(peer) not in flying]:
-            self._leaving.remove(peer)
-            self._backend.disconnect(peer)
+    def _met(self, peer_epoch: int) -> None:
+        """Connecting to an instance has ended: what waited for it is posted, or fails."""
+        for room, entry in list(self._rooms.items()):
+            if entry.waiting and entry.begun is not None and entry.begun.peer_epoch == peer_epoch:
+                self._post(room, entry)
+
+    def _in_flight_to(self) -> set[int]:
+        """`id` of each peer that something may still land at."""
+        return {id(p) for e in self._rooms.values() for f in e.flights if not f.quiesced for p, _ in f.transfers}
 
     # --- the engine --------------------------------------------------------------------------------------------------
 
@@ -271,7 +227,9 @@ class SourceSide:
     def _post(self, room: int, entry: _Room) -> None:
         if entry.begun is None or entry.halted or entry.faulted:
             return
-        meeting = self._meetings.get(entry.begun.peer_epoch)
+        if self.meetings.approaching(entry.begun.peer_epoch):
+            return  # `_met` calls again
+        meeting = self.meetings.get(entry.begun.peer_epoch)
         if meeting is None:
             self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
             return
@@ -281,13 +239,13 @@ class SourceSide:
             try:
                 self._write(entry, meeting, ready)
             except Exception as error:
-                self._fault(room, entry, _info(error))
+                self._fault(room, entry, info_of(error))
                 return
         if entry.complete:
             self.on_posted(room)
         self._report_progress(room, entry)
 
-    def _write(self, entry: _Room, meeting: _Meeting, ready: Ready) -> None:
+    def _write(self, entry: _Room, meeting: Meeting, ready: Ready) -> None:
         chunk = ready.chunk
         if entry.indices is None or chunk.start != entry.next_token or entry.complete:
             raise RoomError(
@@ -315,9 +273,7 @@ class SourceSide:
 
     def step(self) -> bool:
         """Poll what flies and report news. True while anything is in flight or a fence is owed."""
-        busy = False
-        if self._leaving:
-            self._disconnect_left()
+        busy = self.meetings.step(self._in_flight_to)
         for room, entry in list(self._rooms.items()):
             if entry.flights or (entry.halted and entry.said is not True):
                 self._advance(room, entry)
@@ -345,7 +301,7 @@ class SourceSide:
             try:
                 self._report_records(room, entry, flight)
             except Exception as error:
-                self._fault(room, entry, _info(error))
+                self._fault(room, entry, info_of(error))
         if entry.complete and entry.handoff and not entry.flights and not entry.faulted and not entry.halted:
             covered, record = entry.handoff
             entry.handoff = None
@@ -354,7 +310,9 @@ class SourceSide:
     def _report_records(self, room: int, entry: _Room, flight: _Flight) -> None:
         if entry.begun is None or entry.indices is None:
             return
-        meeting = self._meetings.get(entry.begun.peer_epoch)
+        if self.meetings.approaching(entry.begun.peer_epoch):
+            return  # `_met` calls again
+        meeting = self.meetings.get(entry.begun.peer_epoch)
         if meeting is None:
             self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
             return
@@ -376,7 +334,7 @@ class SourceSide:
             )
             self._report(WroteRange(record=wrote, descriptors=descriptors))
 
-    def _digests(self, entry: _Room, indices: RoomIndices, meeting: _Meeting, record: Record) -> bytes:
+    def _digests(self, entry: _Room, indices: RoomIndices, meeting: Meeting, record: Record) -> bytes:
         if entry.begun is None or not entry.begun.verify or record.layer_start == record.layer_stop:
             return b""
         pairing, totals = meeting.pairing, dict[int, int]()
@@ -394,7 +352,7 @@ class SourceSide:
         error = transfer.error
         info = error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
         begun = entry.begun
-        meeting = self._meetings.get(begun.peer_epoch) if begun else None
+        meeting = self.meetings.get(begun.peer_epoch) if begun else None
         self._fault(room, entry, info)
         if begun and meeting and not meeting.fault and peer in meeting.peers.values() and peer.lost is not None:
             meeting.fault = True
@@ -445,12 +403,6 @@ class SourceSide:
 def _peers_of(flights: list[_Flight]) -> list[Peer]:
     """Peers of transfers that may still land, each once."""
     return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not t.quiesced}.values())
-
-
-def _info(error: Exception) -> ErrorInfo:
-    if isinstance(error, PdError):
-        return error.info()
-    return ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"[:2000])
 
 
 def _no_peer(epoch: int) -> ErrorInfo:

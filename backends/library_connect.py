@@ -1,0 +1,84 @@
+"""Connecting through a library that may take long: on a thread of its own, while the owner serves others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from sglang_pd.backends.base import Connecting, Peer
+from sglang_pd.protocol.errors import TransferError
+
+T = TypeVar("T")
+
+
+class ThreadedConnecting(Connecting, Generic[T]):
+    """What `reach` finds on a thread becomes a peer on the owner's.
+
+    reach: the slow part; raises `PdError`. finish: by the owner, from what was found. abandon: for what was found when
+    nobody wants it any more; from either thread. news: from the thread, when there is something to poll for.
+    """
+
+    def __init__(
+        self,
+        reach: Callable[[], T],
+        finish: Callable[[T], Peer],
+        abandon: Callable[[T], None],
+        news: Callable[[], None],
+    ) -> None:
+        self._reach, self._finish, self._abandon, self._news = reach, finish, abandon, news
+        self._lock = threading.Lock()
+        self._found: list[T] = []
+        self._failed: Exception | None = None
+        self._cancelled = False
+        self._until_s, self._late = float("inf"), TransferError("the peer did not answer in time", code="peer_lost")
+        self._peer: Peer | None = None
+
+    def start(self, name: str, *, within_s: float = float("inf"), where: str = "") -> ThreadedConnecting[T]:
+        """Begin, on a thread of that name. After `within_s` seconds the owner waits no longer: `peer_lost`."""
+        self._until_s = time.monotonic() + within_s
+        self._late = TransferError(
+            "the peer's library did not answer in time",
+            code="peer_lost",
+            where=where,
+            expected=f"within {within_s:g} s",
+        )
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            found = self._reach()
+        except Exception as error:
+            self._failed = error
+        else:
+            with self._lock:
+                unwanted = self._cancelled
+                if not unwanted:
+                    self._found.append(found)
+            if unwanted:
+                self._abandon(found)
+                return
+        self._news()
+
+    def poll(self) -> Peer | None:
+        """See `Connecting`."""
+        if self._peer is None and self._failed is None:
+            if self._found:
+                self._peer = self._finish(self._found[0])
+            elif time.monotonic() > self._until_s:
+                self.cancel()
+                self._failed = self._failed or self._late
+        if self._failed is not None:
+            raise self._failed
+        return self._peer
+
+    def cancel(self) -> None:
+        """See `Connecting`. The thread goes on until the library answers."""
+        with self._lock:
+            first, self._cancelled = not self._cancelled, True
+            found = self._found[0] if self._found and self._peer is None else None
+            self._found = []
+        if first and found is not None:
+            self._abandon(found)
