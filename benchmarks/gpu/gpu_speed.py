@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -167,6 +168,7 @@ def run_pair(name: str, options: Mapping[str, Any], dst: int) -> dict[str, Any]:
                 verify(target, own, batch)
             except RuntimeError as error:
                 found[case] = {"error": str(error)[:500]}
+            print(f"{case}: {found[case]}", file=sys.stderr, flush=True)
         backend.close()
     finally:
         lab.close()

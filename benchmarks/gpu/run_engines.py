@@ -46,7 +46,9 @@ DEMOS = {
     "local": Demo("local"),
     "local, PLE in host memory": Demo("local", ("pools.host_kinds=[PLE]",)),
     "nixl": Demo("nixl", env={"UCX_TLS": "cuda_ipc,cuda_copy,sm,tcp,self"}),
-    "mooncake": Demo("mooncake", ("backend.options.transport=nvlink_intra",), NVLINK),
+    "mooncake": Demo(
+        "mooncake", ("backend.options.transport=nvlink_intra", "backend.options.insecure_data_plane=true"), NVLINK
+    ),
 }
 
 
