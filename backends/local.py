@@ -132,7 +132,7 @@ class LocalBackend(Backend):
             revoke_proof="pidfd",
             revoke_scope="peer",
             revoke_within_s=REVOKE_WITHIN_S,
-            verified_on={"memfd": "x86-64 Linux", "cuda_ipc": "two H200s of one host over NVLink, 2026-11-29"},
+            verified_on={"memfd": "x86-64 Linux", "cuda_ipc": "two H200s of one host over NVLink, 2026-11-30"},
         )
 
     @property

@@ -56,7 +56,7 @@ __all__ = ["MooncakeBackend", "create", "environment"]
 VERIFIED_ON = {
     "tcp": "loopback, two x86-64 cores, host memory: non-cuda 0.3.13.post1, cuda13 0.3.14",
     "rdma": "not yet run on an RDMA NIC",
-    "nvlink_intra": "two H200s of one host over NVLink, cuda13 0.3.14, 2026-11-29",
+    "nvlink_intra": "two H200s of one host over NVLink, cuda13 0.3.14, 2026-11-30",
 }
 
 _NONE = np.zeros(0, np.uint64)

@@ -10,7 +10,7 @@ from sglang_pd.worker.transports import support
 EXTRAS: Final[dict[str, str]] = {
     "local": "nothing (GPU: sglang-pd[cuda])",
     "nixl": "sglang-pd[nixl]",
-    "mooncake": "sglang-pd[mooncake] or sglang-pd[mooncake-cpu]",
+    "mooncake": "sglang-pd[mooncake], [mooncake-cuda13] or [mooncake-cpu]",
     "mori": "sglang-pd[mori]",
 }
 

@@ -265,16 +265,16 @@ def test_the_image_installs_extras_that_exist() -> None:
     from sglang_pd.backends.registry import BACKENDS
 
     (body,) = re.findall(r'case "\$BACKEND" in(.*?)esac', dockerfile(), re.DOTALL)
-    backends = [b for names in re.findall(r"^\s+([a-z|-]+)\)", body, re.MULTILINE) for b in names.split("|")]
+    backends = [b for names in re.findall(r"^\s+([a-z0-9|-]+)\)", body, re.MULTILINE) for b in names.split("|")]
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {b.removesuffix("-cpu") for b in backends} == set(BACKENDS) - {
+    assert {b.removesuffix("-cpu").removesuffix("-cuda13") for b in backends} == set(BACKENDS) - {
         "faulty"
     }  # which a test of this process may have added
     assert set(backends) - {"local"} <= set(extras) and {"server", "cuda", arguments()["ENGINE"]} <= set(extras)
     assert arguments()["BACKEND"] in backends
     setup = (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
     needed = set(re.findall(r"^needs \S+ (\S+) +# mooncake", setup, re.MULTILINE))
-    (packages,) = re.findall(r'mooncake\|mooncake-cpu\) packages="([^"]+)"', body)
+    (packages,) = re.findall(r'mooncake\|mooncake-cuda13\|mooncake-cpu\) packages="([^"]+)"', body)
     assert needed and needed <= set(packages.split()), "the same Debian packages as scripts/setup.sh"
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"TORCH ?= {arguments()['TORCH']}" in makefile
