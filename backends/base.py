@@ -419,17 +419,21 @@ def _check_side(table: RegionTable, region: U32, offset: U64, length: U64, owner
         check_ranges(*rows, segment_bytes, side=where, peer=peer)
 
 
+def place(table: RegionTable, row: int, start: int, nbytes: int, segment_bytes: U64) -> tuple[int, int] | None:
+    """Segment number and byte offset in it of `nbytes` bytes from `start` in a region; None where they are not plainly
+    inside the region, or it is not inside its segment."""
+    if row >= table.segment.shape[0] or nbytes == 0:
+        return None
+    segment, base, size = int(table.segment[row]), int(table.base[row]), int(table.size_bytes[row])
+    if segment >= segment_bytes.shape[0] or base + size > int(segment_bytes[segment]) or start + nbytes > size:
+        return None
+    return segment, base + start
+
+
 def _few_inside(table: RegionTable, region: U32, offset: U64, length: U64, segment_bytes: U64) -> bool:
     """True when every descriptor is inside; where it is False, the arrays' check finds which is not, and says so."""
-    for row, start, nbytes in zip(region.tolist(), offset.tolist(), length.tolist(), strict=True):
-        if row >= table.segment.shape[0]:
-            return False
-        segment, size = int(table.segment[row]), int(table.size_bytes[row])
-        if segment >= segment_bytes.shape[0] or int(table.base[row]) + size > int(segment_bytes[segment]):
-            return False
-        if nbytes == 0 or start + nbytes > size:
-            return False
-    return True
+    rows = zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)
+    return all(place(table, row, start, nbytes, segment_bytes) is not None for row, start, nbytes in rows)
 
 
 def batch_rows(batch: WriteBatch, rows: NDArray[np.bool_] | slice) -> WriteBatch:

@@ -224,9 +224,13 @@ class LocalBackend(Backend):
         self._check_usable()
         if not isinstance(peer, LocalPeer) or peer not in self._peers:
             raise BackendError("not a connected peer of this backend", where=repr(peer))
+        deadline = time.monotonic() + deadline_s
+        if after is None and not self._any_device(peer) and peer.lost is None:
+            own, there = (self._base, self._bytes), (peer.base, peer.bytes)
+            if copied := copy_one(batch, INLINE_BYTES, own, there):
+                return LocalTransfer(copied, deadline, [])
         check_batch(batch, self._bytes, peer.bytes, peer=f"{peer.epoch:#x}")
         nbytes = batch.total_bytes
-        deadline = time.monotonic() + deadline_s
         cause = peer.lost
         if cause is not None and nbytes:
             return LocalTransfer(nbytes, deadline, [], cause)
@@ -236,9 +240,6 @@ class LocalBackend(Backend):
         return transfer
 
     def _start(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
-        if len(batch) == 1 and nbytes <= INLINE_BYTES and after is None and not self._any_device(peer):
-            copy_one(batch, self._base, peer.base)
-            return []
         if not self._any_device(peer):
             return self._start_host(peer, batch, nbytes, after)
         if isinstance(batch, GridBatch) and self._only_device(peer, batch):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_pd.backends.base import place
 from sglang_pd.backends.local_copy import Ranges
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import U64, WriteBatch, single
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,18 @@ class HostGroups:
         return (src, src + int(self.own[1][own])), (dst, dst + int(self.peer[1][peer]))
 
 
-def copy_one(batch: WriteBatch, own_base: U64, peer_base: U64) -> None:
-    """Copy the only descriptor of a checked batch, in the calling thread."""
-    row, to = int(batch.src_region[0]), int(batch.dst_region[0])
-    src = int(own_base[batch.src.segment[row]]) + int(batch.src.base[row]) + int(batch.src_offset[0])
-    dst = int(peer_base[batch.dst.segment[to]]) + int(batch.dst.base[to]) + int(batch.dst_offset[0])
-    ctypes.memmove(dst, src, int(batch.length[0]))
+def copy_one(batch: WriteBatch, most_bytes: int, own: tuple[U64, U64], peer: tuple[U64, U64]) -> int:
+    """Copy the only descriptor of a batch, in the calling thread: bytes copied.
+
+    0, and nothing is done, where the batch has others, or longer ones than `most_bytes`, or where the descriptor is not
+    plainly inside: that is judged by `check_batch`. own, peer: as in `HostGroups`.
+    """
+    one = single(batch)
+    if one is None or one.length > most_bytes:
+        return 0
+    source = place(batch.src, one.src_region, one.src_offset, one.length, own[1])
+    target = place(batch.dst, one.dst_region, one.dst_offset, one.length, peer[1])
+    if source is None or target is None:
+        return 0
+    ctypes.memmove(int(peer[0][target[0]]) + target[1], int(own[0][source[0]]) + source[1], one.length)
+    return one.length

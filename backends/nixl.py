@@ -315,7 +315,7 @@ class NixlBackend(Backend):
         own, there, name = self._scope.side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
         piece = single_piece(batch, own, there)
-        if piece is not None and (nbytes := int(batch.length[0])) <= self._options.max_bytes_per_post:
+        if piece is not None and (nbytes := batch.total_bytes) <= self._options.max_bytes_per_post:
             return Work(LibraryTransfer("nixl", name, nbytes, deadline_s), iter((piece,)), host_only)
         check_batch(batch, own.nbytes, there.nbytes, peer=name)
         transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)

@@ -11,7 +11,7 @@ from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Side, ordinal
 from sglang_pd.backends.nixl_library import Rows as LibraryRows
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import U64, WriteBatch, single
 
 
 @dataclass(slots=True)
@@ -65,12 +65,12 @@ def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
     One descriptor is what latency is measured with, and a dozen calls on arrays of one element cost more than the copy.
     What this says None to, `check_batch` judges.
     """
-    fields = (batch.src_region, batch.dst_region, batch.src_offset, batch.dst_offset, batch.length)
-    if [(one.shape, one.dtype.char) for one in fields] != _ONE:
+    one = single(batch)
+    if one is None:
         return None
-    source, target, src_offset, dst_offset, nbytes = (one.item() for one in fields)
-    local = own.range(batch.src, source, src_offset, nbytes)
-    remote = peer.range(batch.dst, target, dst_offset, nbytes)
+    nbytes = one.length
+    local = own.range(batch.src, one.src_region, one.src_offset, nbytes)
+    remote = peer.range(batch.dst, one.dst_region, one.dst_offset, nbytes)
     if local is None or remote is None:
         return None
     here, there = own.devices[local[1]], peer.devices[remote[1]]
@@ -79,6 +79,3 @@ def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
         [(remote[0], nbytes, ordinal(there))],
     )
     return Piece(rows, (here.partition(":")[0], there.partition(":")[0]), here)
-
-
-_ONE = [((1,), np.dtype(kind).char) for kind in (np.uint32, np.uint32, np.uint64, np.uint64, np.uint64)]

@@ -149,6 +149,47 @@ class GridBatch(WriteBatch):
         return self.arrays.length
 
 
+class Descriptor(NamedTuple):
+    """One descriptor as plain numbers; fields and units as in `WriteBatch`."""
+
+    src_region: int
+    src_offset: int
+    dst_region: int
+    dst_offset: int
+    length: int
+
+
+_ONE = (((1,), "I"), ((1,), "L"))
+"""Shape and dtype of the arrays of a batch of one: uint32 and uint64."""
+
+
+def single(batch: WriteBatch) -> Descriptor | None:
+    """The only descriptor of a batch, without making arrays; None where there are others, or where the batch is not as
+    `WriteBatch` says. Latency is measured with one, and a dozen array operations cost more than its copy.
+    """
+    if isinstance(batch, GridBatch):
+        if len(batch.grids) != 1:
+            return None
+        grid = batch.grids[0]
+        length = grid.block_length if grid.entry_length is None else grid.entry_length
+        offsets = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
+        regions = (grid.src_region, grid.dst_region)
+        if grid.block_length.shape != (1,):
+            return None
+    else:
+        offsets = (batch.src_offset, batch.dst_offset, batch.length)
+        regions = (batch.src_region, batch.dst_region)
+    if any((one.shape, one.dtype.char) != _ONE[0] for one in regions):
+        return None
+    if any((one.shape, one.dtype.char) != _ONE[1] for one in offsets):
+        return None
+    source, target = (one.item() for one in regions)
+    numbers = [one.item() for one in offsets]
+    if len(numbers) == 5:
+        numbers = [numbers[0] + numbers[1], numbers[2] + numbers[3], numbers[4]]
+    return Descriptor(source, numbers[0], target, numbers[1], numbers[2])
+
+
 class Descriptors(NamedTuple):
     """The arrays of a batch, one element a descriptor; dtypes and units as in `WriteBatch`."""
 
