@@ -172,7 +172,7 @@ def single(batch: WriteBatch) -> Descriptor | None:
             return None
         grid = batch.grids[0]
         length = grid.block_length if grid.entry_length is None else grid.entry_length
-        offsets = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
+        offsets: tuple[U64, ...] = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
         regions = (grid.src_region, grid.dst_region)
         if grid.block_length.shape != (1,):
             return None
