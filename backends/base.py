@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -419,13 +419,15 @@ def _check_side(table: RegionTable, region: U32, offset: U64, length: U64, owner
         check_ranges(*rows, segment_bytes, side=where, peer=peer)
 
 
-def place(table: RegionTable, row: int, start: int, nbytes: int, segment_bytes: U64) -> tuple[int, int] | None:
+def place(
+    table: RegionTable, row: int, start: int, nbytes: int, segment_bytes: U64 | Sequence[int]
+) -> tuple[int, int] | None:
     """Segment number and byte offset in it of `nbytes` bytes from `start` in a region; None where they are not plainly
     inside the region, or it is not inside its segment."""
     if row >= table.segment.shape[0] or nbytes == 0:
         return None
     segment, base, size = int(table.segment[row]), int(table.base[row]), int(table.size_bytes[row])
-    if segment >= segment_bytes.shape[0] or base + size > int(segment_bytes[segment]) or start + nbytes > size:
+    if segment >= len(segment_bytes) or base + size > int(segment_bytes[segment]) or start + nbytes > size:
         return None
     return segment, base + start
 

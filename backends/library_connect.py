@@ -32,18 +32,12 @@ class ThreadedConnecting(Connecting, Generic[T]):
         self._found: list[T] = []
         self._failed: Exception | None = None
         self._cancelled = False
-        self._until_s, self._late = float("inf"), TransferError("the peer did not answer in time", code="peer_lost")
+        self._within_s, self._until_s, self._where = float("inf"), float("inf"), ""
         self._peer: Peer | None = None
 
     def start(self, name: str, *, within_s: float = float("inf"), where: str = "") -> ThreadedConnecting[T]:
         """Begin, on a thread of that name. After `within_s` seconds the owner waits no longer: `peer_lost`."""
-        self._until_s = time.monotonic() + within_s
-        self._late = TransferError(
-            "the peer's library did not answer in time",
-            code="peer_lost",
-            where=where,
-            expected=f"within {within_s:g} s",
-        )
+        self._within_s, self._until_s, self._where = within_s, time.monotonic() + within_s, where
         threading.Thread(target=self._run, name=name, daemon=True).start()
         return self
 
@@ -69,7 +63,12 @@ class ThreadedConnecting(Connecting, Generic[T]):
                 self._peer = self._finish(self._found[0])
             elif time.monotonic() > self._until_s:
                 self.cancel()
-                self._failed = self._failed or self._late
+                self._failed = self._failed or TransferError(
+                    "the peer's library did not answer in time",
+                    code="peer_lost",
+                    where=self._where,
+                    expected=f"within {self._within_s:g} s",
+                )
         if self._failed is not None:
             raise self._failed
         return self._peer

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.backends.base import Segment
+from sglang_pd.backends.base import Segment, place
 from sglang_pd.backends.library_blob import DEVICE, SegmentEntry
 from sglang_pd.protocol.batch import U64, RegionTable
 from sglang_pd.protocol.errors import BackendError
@@ -35,16 +35,13 @@ class Side:
         self.host_only = all(device == "cpu" for device in self.devices)
         self.index: U64 = np.array([ordinal(device) for device in self.devices], np.uint64)
         # The same as Python numbers, for a batch of one.
-        self._plain = tuple((one.address, one.nbytes) for one in segments)
+        self._addresses = tuple(one.address for one in segments)
+        self._lengths = tuple(one.nbytes for one in segments)
 
     def range(self, table: RegionTable, region: int, offset: int, nbytes: int) -> tuple[int, int] | None:
         """Address and segment number of one range; None where it is not plainly inside its region and segment."""
-        if region >= table.segment.shape[0] or nbytes == 0:
-            return None
-        segment, base, size = int(table.segment[region]), int(table.base[region]), int(table.size_bytes[region])
-        if segment >= len(self._plain) or offset + nbytes > size or base + size > self._plain[segment][1]:
-            return None
-        return self._plain[segment][0] + base + offset, segment
+        found = place(table, region, offset, nbytes, self._lengths)
+        return None if found is None else (self._addresses[found[0]] + found[1], found[0])
 
 
 def ordinal(device: str) -> int:

@@ -225,13 +225,13 @@ class LocalBackend(Backend):
         if not isinstance(peer, LocalPeer) or peer not in self._peers:
             raise BackendError("not a connected peer of this backend", where=repr(peer))
         deadline = time.monotonic() + deadline_s
-        if after is None and not self._any_device(peer) and peer.lost is None:
+        cause = peer.lost
+        if after is None and cause is None and not self._any_device(peer):
             own, there = (self._base, self._bytes), (peer.base, peer.bytes)
             if copied := copy_one(batch, INLINE_BYTES, own, there):
                 return LocalTransfer(copied, deadline, [])
         check_batch(batch, self._bytes, peer.bytes, peer=f"{peer.epoch:#x}")
         nbytes = batch.total_bytes
-        cause = peer.lost
         if cause is not None and nbytes:
             return LocalTransfer(nbytes, deadline, [], cause)
         parts = self._start(peer, batch, nbytes, after) if nbytes else []

@@ -37,8 +37,7 @@ class HeldPart:
     """
 
     def __init__(self, gate: Part, start: Callable[[], Part]) -> None:
-        self._gate = gate
-        self._start: Callable[[], Part] | None = start
+        self._gate, self._start = gate, start
         self._part: Part | None = None
         self._error: PdError | None = None
 
@@ -50,12 +49,11 @@ class HeldPart:
         return self._error is not None or (self._part is not None and self._part.settled)
 
     def _begin(self) -> None:
-        start, self._start = self._start, None
-        if start is None or self._gate.error is not None:
+        if self._gate.error is not None:
             self._error = self._gate.error
             return
         try:
-            self._part = start()
+            self._part = self._start()
         except PdError as refused:
             self._error = refused
 

@@ -159,35 +159,34 @@ class Descriptor(NamedTuple):
     length: int
 
 
-_ONE = (((1,), "I"), ((1,), "L"))
-"""Shape and dtype of the arrays of a batch of one: uint32 and uint64."""
-
-
 def single(batch: WriteBatch) -> Descriptor | None:
     """The only descriptor of a batch, without making arrays; None where there are others, or where the batch is not as
     `WriteBatch` says. Latency is measured with one, and a dozen array operations cost more than its copy.
     """
-    if isinstance(batch, GridBatch):
-        if len(batch.grids) != 1:
+    if not isinstance(batch, GridBatch):
+        offsets: tuple[U64, ...] = (batch.src_offset, batch.dst_offset, batch.length)
+        if not _ones((batch.src_region, batch.dst_region), offsets):
             return None
-        grid = batch.grids[0]
-        length = grid.block_length if grid.entry_length is None else grid.entry_length
-        offsets: tuple[U64, ...] = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
-        regions = (grid.src_region, grid.dst_region)
-        if grid.block_length.shape != (1,):
-            return None
-    else:
-        offsets = (batch.src_offset, batch.dst_offset, batch.length)
-        regions = (batch.src_region, batch.dst_region)
-    if any((one.shape, one.dtype.char) != _ONE[0] for one in regions):
+        src_offset, dst_offset, nbytes = (one.item() for one in offsets)
+        return Descriptor(batch.src_region.item(), src_offset, batch.dst_region.item(), dst_offset, nbytes)
+    if len(batch.grids) != 1:
         return None
-    if any((one.shape, one.dtype.char) != _ONE[1] for one in offsets):
+    grid = batch.grids[0]
+    length = grid.block_length if grid.entry_length is None else grid.entry_length
+    offsets = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
+    if not _ones((grid.src_region, grid.dst_region), offsets) or grid.block_length.shape != (1,):
         return None
-    source, target = (one.item() for one in regions)
-    numbers = [one.item() for one in offsets]
-    if len(numbers) == 5:
-        numbers = [numbers[0] + numbers[1], numbers[2] + numbers[3], numbers[4]]
-    return Descriptor(source, numbers[0], target, numbers[1], numbers[2])
+    src_inner, src_block, dst_inner, dst_block, nbytes = (one.item() for one in offsets)
+    return Descriptor(
+        grid.src_region.item(), src_inner + src_block, grid.dst_region.item(), dst_inner + dst_block, nbytes
+    )
+
+
+def _ones(regions: tuple[U32, ...], offsets: tuple[U64, ...]) -> bool:
+    """Whether every array has one element, of its dtype."""
+    return all(one.shape == (1,) and one.dtype == np.uint32 for one in regions) and all(
+        one.shape == (1,) and one.dtype == np.uint64 for one in offsets
+    )
 
 
 class Descriptors(NamedTuple):

@@ -167,3 +167,12 @@ def test_the_reference_engine_describes_itself(
     assert "$.engine.options.couplin" in capsys.readouterr().err
     assert run(["explain", files[0], "--set", "pools.page_tokens=6"]) == EXIT_USAGE
     assert "$.pools.page_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("engine", "kinds"), [("reference", {"PLE"}), ("transformers", {"PLE", "MAMBA"})])
+def test_host_kinds_lie_in_host_memory_and_all_else_on_the_device(engine: str, kinds: set[str]) -> None:
+    pools = {"device": "cuda:1", "host_kinds": sorted(kinds), "tokens": 256, "page_tokens": PAGE}
+    config = load_worker({"role": "decode", "engine": {"name": engine}, "pools": pools}, environ={})
+    (layout,) = plan_instance(config, Facts("m", STATE, 4096)).layouts
+    devices = {c.kind: {layout.segments[r.segment].device for r in c.regions} for c in layout.components}
+    assert devices == {kind: {"cpu" if kind in kinds else "cuda:1"} for kind in KINDS}

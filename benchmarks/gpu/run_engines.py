@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -93,9 +92,8 @@ def end_demo(process: subprocess.Popen[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         process.terminate()
         return {"equal": False, "error": f"not finished within {DEMO_S} s"}
-    lines = [line for line in output.splitlines() if re.match(r"\s*[{}\[\]\"]", line)]
     try:
-        found: dict[str, Any] = json.loads("\n".join(lines))
+        found: dict[str, Any] = json.loads(output)
     except json.JSONDecodeError:
         return {"equal": False, "error": (output + error)[-3000:]}
     return found if "models" in found else {"equal": False, "error": json.dumps(found)[:1500] + error[-1500:]}

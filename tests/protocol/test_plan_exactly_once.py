@@ -101,7 +101,10 @@ def spoil(plan: Plan, rng: Random) -> tuple[str, Plan]:
     at = rng.randrange(len(move))
     fields = ("layer_id", "src_region", "dst_region", "src_inner", "dst_inner", "length")
     columns = {name: getattr(move, name).copy() for name in fields}
-    how = rng.choice(["shift", "cut", "lengthen", "double", "drop", "other region", "other source", "source shift"])
+    ways = ["shift", "cut", "lengthen", "double", "drop", "source shift"]
+    ways += ["other region"] if len(plan.dst.base) > 1 else []  # of one region there is no other
+    ways += ["other source"] if len(plan.src.base) > 1 else []
+    how = rng.choice(ways)
     if how == "shift":
         columns["dst_inner"][at] += 1
     elif how == "cut":
