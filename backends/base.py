@@ -426,7 +426,7 @@ def place(
     inside the region, or it is not inside its segment."""
     if row >= table.segment.shape[0] or nbytes == 0:
         return None
-    segment, base, size = int(table.segment[row]), int(table.base[row]), int(table.size_bytes[row])
+    segment, base, size = table.segment.item(row), table.base.item(row), table.size_bytes.item(row)
     if segment >= len(segment_bytes) or base + size > int(segment_bytes[segment]) or start + nbytes > size:
         return None
     return segment, base + start

@@ -33,6 +33,18 @@ class Rows:
         segments = batch.src.segment[batch.src_region], batch.dst.segment[batch.dst_region]
         return cls(src, dst, batch.length.copy(), *segments)
 
+    @classmethod
+    def single(cls, src: tuple[int, int], dst: tuple[int, int], nbytes: int) -> Rows:
+        """One row; `src` and `dst`: address and segment number."""
+        wide, narrow = np.uint64, np.uint32
+        return cls(
+            np.array([src[0]], wide),
+            np.array([dst[0]], wide),
+            np.array([nbytes], wide),
+            np.array([src[1]], narrow),
+            np.array([dst[1]], narrow),
+        )
+
     def __len__(self) -> int:
         return int(self.length.shape[0])
 
@@ -105,3 +117,7 @@ class Rows:
                 end = min(max(end, start + 1), start + most_rows, border)
                 yield self.take(slice(start, end))
                 start = end
+
+
+_NONE = np.zeros(0, np.uint64)
+NO_ROWS = Rows(_NONE, _NONE, _NONE, _NONE.astype(np.uint32), _NONE.astype(np.uint32))

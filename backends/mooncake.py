@@ -25,8 +25,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
     Backend,
@@ -39,7 +37,8 @@ from sglang_pd.backends.base import (
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_process import check_process, own_identity
-from sglang_pd.backends.library_rows import Rows
+from sglang_pd.backends.library_rows import NO_ROWS, Rows
+from sglang_pd.backends.library_segments import one_range
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_inbound import Inbound
 from sglang_pd.backends.mooncake_library import Library, load
@@ -48,7 +47,7 @@ from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions, check_environment, environment, parse_options
 from sglang_pd.backends.mooncake_pump import Pump
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 __all__ = ["MooncakeBackend", "create", "environment"]
@@ -58,9 +57,6 @@ VERIFIED_ON = {
     "rdma": "not yet run on an RDMA NIC",
     "nvlink_intra": "two H200s of one host over NVLink, cuda13 0.3.14, 2026-11-30",
 }
-
-_NONE = np.zeros(0, np.uint64)
-_NO_ROWS = Rows(_NONE, _NONE, _NONE, _NONE.astype(np.uint32), _NONE.astype(np.uint32))
 
 
 def create(*, epoch: int, options: Mapping[str, Any]) -> Backend:
@@ -245,7 +241,7 @@ class MooncakeBackend(Backend):
         mine = self._own(peer)
         if not (math.isfinite(deadline_s) and deadline_s > 0):
             raise BackendError("a deadline is a time to come", where="write", expected="> 0 s", actual=deadline_s)
-        check_batch(batch, self._scope.side.nbytes, mine.side.nbytes, peer=mine.label)
+        pieces, nbytes = self._pieces(batch, mine)
         lost = mine.lost
         if not len(batch) or lost is not None or not mine.connected:
             return self._ended(mine, lost if len(batch) else None, batch)
@@ -256,18 +252,23 @@ class MooncakeBackend(Backend):
                 where=f"mooncake, {mine.label}",
                 expected=f"at most {self._options.max_queued_transfers}",
             )
-        if len(batch) == 1:
-            pieces, nbytes = _one_piece(batch, self._scope.side.base, mine.side.base), int(batch.length[0])
-        else:
-            pieces, nbytes = Rows.of(batch, self._scope.side.base, mine.side.base), batch.total_bytes
         transfer = MooncakeTransfer(mine, pieces, nbytes, deadline_s, after)
         transfer.provable = self._scope.side.host_only and mine.side.host_only
         self._pump.post(mine, transfer)
         return transfer
 
+    def _pieces(self, batch: WriteBatch, peer: MooncakePeer) -> tuple[Rows, int]:
+        """The checked batch, and its bytes. Raises `BackendError` (`segment_invalid`)."""
+        own, there = self._scope.side, peer.side
+        one = one_range(batch, own, there)
+        if one is not None:
+            return Rows.single(*one), one[2]
+        check_batch(batch, own.nbytes, there.nbytes, peer=peer.label)
+        return Rows.of(batch, own.base, there.base), batch.total_bytes
+
     def _ended(self, peer: MooncakePeer, lost: PdError | None, batch: WriteBatch) -> MooncakeTransfer:
         """A transfer that never was: DONE without descriptors, FAILED to a peer that is gone."""
-        transfer = MooncakeTransfer(peer, _NO_ROWS, batch.total_bytes, 1.0, None)
+        transfer = MooncakeTransfer(peer, NO_ROWS, batch.total_bytes, 1.0, None)
         if len(batch):
             gone = TransferError("the peer was disconnected", code="peer_lost", where=f"mooncake, {peer.label}")
             transfer.blame(lost or gone)
@@ -322,13 +323,3 @@ class MooncakeBackend(Backend):
         if not isinstance(peer, MooncakePeer) or peer.home != self._epoch:
             raise BackendError("this is no peer of this backend", code="peer_unknown", where="mooncake", actual=peer)
         return peer
-
-
-def _one_piece(batch: WriteBatch, own_base: U64, peer_base: U64) -> Rows:
-    """The same for one descriptor, without the fixed cost of a dozen array operations."""
-    src, dst = int(batch.src_region[0]), int(batch.dst_region[0])
-    src_address = int(own_base[batch.src.segment[src]]) + int(batch.src.base[src]) + int(batch.src_offset[0])
-    dst_address = int(peer_base[batch.dst.segment[dst]]) + int(batch.dst.base[dst]) + int(batch.dst_offset[0])
-    addresses = np.array([[src_address], [dst_address]], np.uint64)
-    segments = batch.src.segment[batch.src_region], batch.dst.segment[batch.dst_region]
-    return Rows(addresses[0], addresses[1], batch.length, *segments)

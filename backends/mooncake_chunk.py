@@ -34,7 +34,7 @@ class ChunkState(Enum):
 def merge(rows: Rows, max_bytes: int) -> Rows:
     """Sort by destination, join neighbours contiguous on both sides within one pair, cut what exceeds `max_bytes`."""
     if len(rows) == 1:
-        return rows.cut(max_bytes)
+        return rows if rows.length.item() <= max_bytes else rows.cut(max_bytes)
     return rows.by_destination().merged().cut(max_bytes)
 
 

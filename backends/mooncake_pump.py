@@ -86,7 +86,9 @@ class Pump:
         small = len(transfer.pieces) <= SMALL_PIECES and transfer.nbytes <= SMALL_BYTES and transfer.after is None
         if small and not self._inbox and self._lock.acquire(blocking=False):
             try:
-                self._accept(peer, transfer)
+                # Its owner has looked a moment ago whether the peer is there.
+                self._peers[peer.number] = peer
+                peer.waiting.append(transfer)
                 if not peer.flying:
                     self._feed(peer)
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_pd.backends.base import Peer, TransferState
 from sglang_pd.backends.library_process import Watch
-from sglang_pd.backends.library_rows import Rows
+from sglang_pd.backends.library_rows import NO_ROWS, Rows
 from sglang_pd.backends.library_segments import Side
 from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mooncake_blob import Blob
@@ -55,7 +55,7 @@ class MooncakeTransfer(LibraryTransfer):
         """Move on; DONE and FAILED are final and let go of the arrays."""
         self.settle(state)
         if self.final:
-            self.pieces = self.pieces.take(slice(0, 0))
+            self.pieces = NO_ROWS
             self.after = self.assist = None
 
 

@@ -1,4 +1,8 @@
-"""The one thread that owns the library's agent: it posts, polls, advances, connects, closes and rebuilds.
+"""The thread that drives the library's agent: it posts, polls, advances, connects, closes and rebuilds.
+
+Whoever drives holds one lock, so that the library sees one thread at a time. The owner of the backend never waits for
+it; where it is free and a small write is next, the owner posts that itself (`submit`): to wake the thread and to be
+woken by it takes longer than the copy. Whatever is not finished then is the thread's.
 
 How often it looks when there is nothing to do: all the time for a quarter of a second after anything moved while pieces
 are in flight, then every millisecond; with peers but nothing in flight every millisecond for a tenth of a second after
@@ -35,6 +39,7 @@ HOT_S = 0.25
 AWARE_S = 0.1
 HINTED_S = 0.05
 WATCH_S = 0.01
+DEFECT_PAUSE_MS = 10
 DRAIN_S = 0.2
 """Seconds that unfinished transfers of ours get before our agent closes under them."""
 HELLO = b"PD-NIXL hello"
@@ -61,7 +66,7 @@ class _Call:
 
 
 class Engine:
-    """Owns the agent. Methods under "owner" may be called by the backend's owner; the rest runs in the thread."""
+    """Owns the agent. Methods under "owner" may be called by the backend's owner; the rest under the lock."""
 
     def __init__(self, library: Library, options: NixlOptions, epoch: int) -> None:
         self._library, self._options, self._epoch = library, options, epoch
@@ -69,8 +74,9 @@ class Engine:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
         self._sleeping = self._stopping = False
+        self._driving = threading.Lock()
         self._agent: Agent | None = None
-        self.rebuilds = 0
+        self.rebuilds = self._defects = 0
         self._segments: list[SegmentEntry] = []
         self._links: dict[str, Link] = {}
         self._ghosts: list[Link] = []
@@ -97,21 +103,43 @@ class Engine:
         result: T = call.result
         return result
 
-    def submit(self, link: Link, work: NixlWork) -> None:
-        """Start a transfer. Raises `BackendError` (`queue_full`) when too many wait."""
+    def submit(self, link: Link, work: NixlWork, *, small: bool) -> None:
+        """Start a transfer; `small`: its bytes are copied within a fraction of a millisecond, so that it may be posted
+        by the caller. Raises `BackendError` (`queue_full`) when too many wait."""
         if len(self._commands) >= MAX_COMMANDS:
             raise BackendError("too many transfers wait", code="queue_full", where="write", actual=MAX_COMMANDS)
+        self._check_alive()
         link.open.add(work.transfer)
-        try:
-            self._command((link, work))
-        except BackendError:
-            link.open.discard(work.transfer)
-            raise
+        if not (small and self._post_here(link, work)):
+            self._commands.append((link, work))
+            self._wake()
 
-    def _command(self, command: tuple[Link, NixlWork] | _Call) -> None:
+    def _post_here(self, link: Link, work: NixlWork) -> bool:
+        """Post in the caller's thread and look once, if nothing else is under way. False where that is the thread's."""
+        if self._commands or not self._driving.acquire(blocking=False):
+            return False
+        try:
+            # The first write to a peer wires up, which may take its time.
+            if self._commands or not link.reached or link.waiting() or self._links.get(link.name) is not link:
+                return False
+            self._obey((link, work))
+            self._step(link, time.monotonic())
+        finally:
+            self._driving.release()
+        if link.waiting() or link.lost is not None:
+            self._wake()
+        return True
+
+    def _command(self, call: _Call) -> None:
+        self._check_alive()
+        self._commands.append(call)
+        self._wake()
+
+    def _check_alive(self) -> None:
         if not self._thread.is_alive() or self._stopping:
             raise BackendError("the backend is closed", where="nixl")
-        self._commands.append(command)
+
+    def _wake(self) -> None:
         if self._sleeping:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -147,52 +175,68 @@ class Engine:
     # Thread: the loop
 
     def _run(self) -> None:
-        defects = 0
+        ended: list[int] = []
         while not self._stopping:
-            try:
-                self._turn()
-            except Exception as error:  # the thread must outlive any defect
-                defects += 1
-                if defects <= 10:
-                    log.exception("defect in nixl's thread")
-                fault = TransferError(f"{type(error).__name__}: {error}", code="internal", where="nixl's thread")
-                for link in [*self._links.values(), *self._ghosts]:
-                    link.lose(fault)
-                time.sleep(0.01)
-        self._end()
+            with self._driving:
+                pause = self._turn(ended)
+                self._sleeping = True
+            ended = self._rest(pause)
+            self._sleeping = False
+        with self._driving:
+            self._end()
 
-    def _turn(self) -> None:
-        while self._commands:
-            self._obey(self._commands.popleft())
+    def _turn(self, ended: list[int]) -> int | None:
+        """Do what there is to do. Returns for how many milliseconds there is nothing more; None: until called."""
         now = time.monotonic()
-        agent = self._agent
-        for link in [*self._links.values(), *self._ghosts]:
-            if link.step(agent, now):
-                self._moved = self._seen = time.monotonic()
-        if agent is not None and (self._serving or self._links):
-            self._listen(agent, now)
-        if self._links or self._ghosts:
-            self._forget(agent)
-        self._sleep(now)
+        try:
+            for link in [self._watching.pop(fd) for fd in ended]:
+                if link.watch.gone():
+                    link.died()
+            while self._commands:
+                self._obey(self._commands.popleft())
+            for link in [*self._links.values(), *self._ghosts]:
+                self._step(link, now)
+            if self._agent is not None and (self._serving or self._links):
+                self._listen(self._agent, now)
+            if self._links or self._ghosts:
+                self._forget(self._agent)
+            return self._pause_ms(now)
+        except Exception as error:  # the thread must outlive any defect
+            self._defect(error, [*self._links.values(), *self._ghosts])
+            return DEFECT_PAUSE_MS
 
-    def _sleep(self, now: float) -> None:
-        pause = self._pause_ms(now)
+    def _step(self, link: Link, now: float) -> None:
+        try:
+            if link.step(self._agent, now):
+                self._moved = self._seen = time.monotonic()
+        except Exception as error:
+            self._defect(error, [link])
+
+    def _defect(self, error: Exception, links: list[Link]) -> None:
+        """A defect of ours ends the links that it may have touched; not the thread, and not the owner's call."""
+        self._defects += 1
+        if self._defects <= 10:
+            log.error("defect in nixl's engine", exc_info=error)
+        fault = TransferError(f"{type(error).__name__}: {error}", code="internal", where="nixl's engine")
+        for link in links:
+            link.lose(fault)
+
+    def _rest(self, pause: int | None) -> list[int]:
+        """Sleep until the pause is over or something calls. Returns the watched descriptors of processes that ended."""
+        now = time.monotonic()
         if pause == 0 and now - self._watched < WATCH_S:
-            return
+            return []
         self._watched = now
-        self._sleeping = True
         if self._commands or self._stopping:
             pause = 0
-        ready = self._poller.poll(pause)
-        self._sleeping = False
-        for fd, _ in ready:
+        ended = []
+        for fd, _ in self._poller.poll(pause):
             if fd == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
-                continue
-            self._poller.unregister(fd)
-            link = self._watching.pop(fd)
-            if link.watch.gone():
-                link.died()
+                os.eventfd_read(fd)
+            else:
+                self._poller.unregister(fd)
+                ended.append(fd)
+        return ended
 
     def _watch(self, link: Link) -> None:
         if link.watch.fd >= 0:

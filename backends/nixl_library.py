@@ -151,7 +151,7 @@ class Handle:
 
 
 class Agent:
-    """One agent of the library. Every method belongs to the thread that made it."""
+    """One agent of the library. One thread at a time may call it: whoever holds the engine's lock."""
 
     def __init__(self, library: Library, name: str, options: NixlOptions) -> None:
         self.name = name

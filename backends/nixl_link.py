@@ -1,4 +1,4 @@
-"""The conversation with one peer's agent, driven by the backend's thread: wired up, woken, lost and forgotten."""
+"""The conversation with one peer's agent, driven under the engine's lock: wired up, woken, lost and forgotten."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NixlWork = Work[Piece, Handle]
 
 
 class Link(LibraryLink[Piece, Handle]):
-    """One peer's agent. Only `lost` and `open` are read by other threads."""
+    """One peer's agent. Only `lost` and `open` are read without the engine's lock."""
 
     def __init__(self, blob: AgentBlob, news: Callable[[], None]) -> None:
         super().__init__(Ends("nixl", blob.agent, Watch(blob.process), PIECES_IN_FLIGHT, news), set())
@@ -34,7 +34,8 @@ class Link(LibraryLink[Piece, Handle]):
         self.blob = blob
         self.lost: PdError | None = None
         self.users = 0
-        self.added = False
+        self.added = self.reached = False
+        """Whether the library knows the peer; whether a write to it has ended well."""
         self._agent: Agent | None = None
         self._hinted = 0.0
 
@@ -112,6 +113,7 @@ class Link(LibraryLink[Piece, Handle]):
     def _outcome(self, call: Handle) -> PdError | None:
         if self._agent is not None:
             self._agent.release(call)
+        self.reached |= call.failed is None
         return call.failed
 
     def _fault(self, error: PdError) -> None:

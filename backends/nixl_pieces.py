@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_segments import Side, ordinal
+from sglang_pd.backends.library_segments import Side, one_range, ordinal
 from sglang_pd.backends.nixl_library import Rows as LibraryRows
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.protocol.batch import U64, WriteBatch, single
+from sglang_pd.protocol.batch import U64, WriteBatch
 
 
 @dataclass(slots=True)
@@ -60,22 +60,11 @@ def _table(address: U64, length: U64, index: U64) -> LibraryRows:
 
 
 def single_piece(batch: WriteBatch, own: Side, peer: Side) -> Piece | None:
-    """The piece of a batch of one descriptor, checked without arrays; None where it is not plainly in order.
-
-    One descriptor is what latency is measured with, and a dozen calls on arrays of one element cost more than the copy.
-    What this says None to, `check_batch` judges.
-    """
-    one = single(batch)
-    if one is None:
+    """The piece of a batch of one descriptor; None as for `one_range`."""
+    found = one_range(batch, own, peer)
+    if found is None:
         return None
-    nbytes = one.length
-    local = own.range(batch.src, one.src_region, one.src_offset, nbytes)
-    remote = peer.range(batch.dst, one.dst_region, one.dst_offset, nbytes)
-    if local is None or remote is None:
-        return None
-    here, there = own.devices[local[1]], peer.devices[remote[1]]
-    rows: tuple[LibraryRows, LibraryRows] = (
-        [(local[0], nbytes, ordinal(here))],
-        [(remote[0], nbytes, ordinal(there))],
-    )
+    (src, src_segment), (dst, dst_segment), nbytes = found
+    here, there = own.devices[src_segment], peer.devices[dst_segment]
+    rows: tuple[LibraryRows, LibraryRows] = ([(src, nbytes, ordinal(here))], [(dst, nbytes, ordinal(there))])
     return Piece(rows, (here.partition(":")[0], there.partition(":")[0]), here)

@@ -164,11 +164,10 @@ def single(batch: WriteBatch) -> Descriptor | None:
     `WriteBatch` says. Latency is measured with one, and a dozen array operations cost more than its copy.
     """
     if not isinstance(batch, GridBatch):
-        offsets: tuple[U64, ...] = (batch.src_offset, batch.dst_offset, batch.length)
-        if not _ones((batch.src_region, batch.dst_region), offsets):
+        src, dst, nbytes = batch.src_offset, batch.dst_offset, batch.length
+        if not _ones((batch.src_region, batch.dst_region), (src, dst, nbytes)):
             return None
-        src_offset, dst_offset, nbytes = (one.item() for one in offsets)
-        return Descriptor(batch.src_region.item(), src_offset, batch.dst_region.item(), dst_offset, nbytes)
+        return Descriptor(batch.src_region.item(), src.item(), batch.dst_region.item(), dst.item(), nbytes.item())
     if len(batch.grids) != 1:
         return None
     grid = batch.grids[0]
@@ -176,17 +175,27 @@ def single(batch: WriteBatch) -> Descriptor | None:
     offsets = (grid.src_inner, grid.src_block, grid.dst_inner, grid.dst_block, length)
     if not _ones((grid.src_region, grid.dst_region), offsets) or grid.block_length.shape != (1,):
         return None
-    src_inner, src_block, dst_inner, dst_block, nbytes = (one.item() for one in offsets)
     return Descriptor(
-        grid.src_region.item(), src_inner + src_block, grid.dst_region.item(), dst_inner + dst_block, nbytes
+        grid.src_region.item(),
+        grid.src_inner.item() + grid.src_block.item(),
+        grid.dst_region.item(),
+        grid.dst_inner.item() + grid.dst_block.item(),
+        length.item(),
     )
+
+
+_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 
 
 def _ones(regions: tuple[U32, ...], offsets: tuple[U64, ...]) -> bool:
     """Whether every array has one element, of its dtype."""
-    return all(one.shape == (1,) and one.dtype == np.uint32 for one in regions) and all(
-        one.shape == (1,) and one.dtype == np.uint64 for one in offsets
-    )
+    for one in regions:
+        if one.dtype is not _U32 or one.shape != (1,):
+            return False
+    for other in offsets:
+        if other.dtype is not _U64 or other.shape != (1,):
+            return False
+    return True
 
 
 class Descriptors(NamedTuple):
