@@ -1,68 +1,25 @@
-"""Memory that a backend over a library exports: allocated or adopted, numbered once, and both sides' tables of it."""
+"""Memory that a backend over a library exports: allocated or adopted, and numbered once."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sglang_pd.backends.base import Segment, place
-from sglang_pd.backends.library_blob import DEVICE, SegmentEntry
-from sglang_pd.protocol.batch import U64, RegionTable, WriteBatch, single
+from sglang_pd.backends.base import Segment
+from sglang_pd.backends.library_blob import DEVICE
+from sglang_pd.backends.sides import Side, ordinal
 from sglang_pd.protocol.errors import BackendError
 
 MAX_BYTES = 1 << 47
 _MAP_NORESERVE = 0x4000
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
-
-
-class Side:
-    """One side's registered segments, by number.
-
-    base, nbytes: uint64 of shape [segments], address of the first byte and length. devices: `cpu` or `cuda:N`.
-    index: device numbers, uint64 of shape [segments], 0 on the host. host_only: no segment is device memory.
-    """
-
-    def __init__(self, segments: Sequence[Segment | SegmentEntry] = ()) -> None:
-        self.devices = tuple(one.device for one in segments)
-        self.base: U64 = np.array([one.address for one in segments], np.uint64)
-        self.nbytes: U64 = np.array([one.nbytes for one in segments], np.uint64)
-        self.host_only = all(device == "cpu" for device in self.devices)
-        self.index: U64 = np.array([ordinal(device) for device in self.devices], np.uint64)
-        # The same as Python numbers, for a batch of one.
-        self._addresses = tuple(one.address for one in segments)
-        self._lengths = tuple(one.nbytes for one in segments)
-
-    def range(self, table: RegionTable, region: int, offset: int, nbytes: int) -> tuple[int, int] | None:
-        """Address and segment number of one range; None where it is not plainly inside its region and segment."""
-        found = place(table, region, offset, nbytes, self._lengths)
-        return None if found is None else (self._addresses[found[0]] + found[1], found[0])
-
-
-def one_range(batch: WriteBatch, own: Side, peer: Side) -> tuple[tuple[int, int], tuple[int, int], int] | None:
-    """Source and destination (address and segment number each) and bytes of a batch of one descriptor, checked without
-    arrays; None where it is not plainly in order.
-
-    One descriptor is what latency is measured with, and a dozen calls on arrays of one element cost more than the copy.
-    What this says None to, `check_batch` judges.
-    """
-    one = single(batch)
-    if one is None:
-        return None
-    src = own.range(batch.src, one.src_region, one.src_offset, one.length)
-    dst = peer.range(batch.dst, one.dst_region, one.dst_offset, one.length)
-    return None if src is None or dst is None else (src, dst, one.length)
-
-
-def ordinal(device: str) -> int:
-    """Number of a device; 0 for `cpu`."""
-    return 0 if device == "cpu" else int(device.partition(":")[2])
 
 
 class Scope:

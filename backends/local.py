@@ -1,12 +1,13 @@
 """Same host, nothing to install: shared memory between processes, and CUDA IPC between GPUs.
 
 Host segments are sealed memfds whose descriptors travel over a Unix socket; the writer maps them and copies with
-threads of its own. Device segments are exported by CUDA IPC; a kernel of the writer stores into the peer's memory. That
-a writer is dead is what the operating system says of it, through a pidfd.
+threads of its own. Device segments are exported by CUDA IPC; a kernel of the writer stores into the peer's memory, or
+the driver copies a few ranges there. That a writer is dead is what the operating system says of it, through a pidfd.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import select
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
@@ -29,8 +29,8 @@ from sglang_pd.backends.base import (
     check_batch,
 )
 from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
-from sglang_pd.backends.local_groups import HostGroups, copy_one
-from sglang_pd.backends.local_launch import GridAddresses
+from sglang_pd.backends.local_groups import HostGroups
+from sglang_pd.backends.local_launch import FEW_RANGES, GridAddresses
 from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
@@ -44,6 +44,7 @@ from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
 from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer, Part
+from sglang_pd.backends.sides import Side, one_range
 from sglang_pd.protocol.batch import U64, GridBatch, WriteBatch
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 
@@ -103,9 +104,7 @@ class LocalBackend(Backend):
         self._scope: dict[tuple[int, int, str], HostMemory | None] = {}
         self._segments: list[Segment] = []
         self._facts: list[SegmentFacts] = []
-        self._base = np.zeros(0, np.uint64)
-        self._bytes = np.zeros(0, np.uint64)
-        self._on_device = np.zeros(0, np.bool_)
+        self._side = Side()
         self._cuda: CudaSide | None = None
         self._peers: list[LocalPeer] = []
         self._leaving: list[LocalPeer] = []
@@ -179,9 +178,7 @@ class LocalBackend(Backend):
                 self._facts.append(SegmentFacts(segment.nbytes, "cpu"))
             else:
                 self._facts.append(self._device_side(segment.device).export(segment))
-        self._base = np.array([segment.address for segment in self._segments], np.uint64)
-        self._bytes = np.array([segment.nbytes for segment in self._segments], np.uint64)
-        self._on_device = np.array([segment.device != "cpu" for segment in self._segments], np.bool_)
+        self._side = Side(self._segments)
         memories = (self._scope[_key(segment)] for segment in self._segments)
         self._listener.exports = Exports(tuple(self._facts), tuple(m.fd for m in memories if m is not None))
         return tuple(numbered)
@@ -226,26 +223,40 @@ class LocalBackend(Backend):
             raise BackendError("not a connected peer of this backend", where=repr(peer))
         deadline = time.monotonic() + deadline_s
         cause = peer.lost
-        if after is None and cause is None and not self._any_device(peer):
-            own, there = (self._base, self._bytes), (peer.base, peer.bytes)
-            if copied := copy_one(batch, INLINE_BYTES, own, there):
-                return LocalTransfer(copied, deadline, [])
-        check_batch(batch, self._bytes, peer.bytes, peer=f"{peer.epoch:#x}")
-        nbytes = batch.total_bytes
-        if cause is not None and nbytes:
-            return LocalTransfer(nbytes, deadline, [], cause)
-        parts = self._start(peer, batch, nbytes, after) if nbytes else []
+        nbytes, parts = self._start_one(peer, batch, after) if cause is None else (0, [])
+        if not nbytes:
+            check_batch(batch, self._side.nbytes, peer.side.nbytes, peer=f"{peer.epoch:#x}")
+            nbytes = batch.total_bytes
+            if cause is not None and nbytes:
+                return LocalTransfer(nbytes, deadline, [], cause)
+            parts = self._start(peer, batch, nbytes, after) if nbytes else []
         transfer = LocalTransfer(nbytes, deadline, parts)
-        peer.watch(transfer)
+        if parts:
+            peer.watch(transfer)
         return transfer
+
+    def _start_one(self, peer: LocalPeer, batch: WriteBatch, after: Any) -> tuple[int, list[Part]]:
+        """Start a batch of one descriptor by its numbers: its bytes and parts. 0 bytes: nothing was done, because it is
+        no such batch, not plainly in order, or the copier's."""
+        found = one_range(batch, self._side, peer.side)
+        if found is None:
+            return 0, []
+        (src, src_segment), (dst, dst_segment), nbytes = found
+        if self._side.devices[src_segment] != "cpu" or peer.side.devices[dst_segment] != "cpu":
+            ranges = [(src, dst, nbytes)]
+            return nbytes, [self._behind(peer, after, lambda cuda, event: cuda.copy_each(ranges, event))]
+        if after is not None or nbytes > INLINE_BYTES:
+            return 0, []
+        ctypes.memmove(dst, src, nbytes)
+        return nbytes, []
 
     def _start(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
         if not self._any_device(peer):
             return self._start_host(peer, batch, nbytes, after)
-        if isinstance(batch, GridBatch) and self._only_device(peer, batch):
+        if isinstance(batch, GridBatch) and len(batch) > FEW_RANGES and self._only_device(peer, batch):
             return self._start_grids(peer, batch, after)
-        from_device = self._on_device[batch.src.segment][batch.src_region]
-        device = from_device | peer.on_device[batch.dst.segment][batch.dst_region]
+        from_device = self._side.on_device[batch.src.segment][batch.src_region]
+        device = from_device | peer.side.on_device[batch.dst.segment][batch.dst_region]
         if device.all():
             return self._start_device(peer, batch, after)
         host = batch_rows(batch, ~device)
@@ -256,7 +267,7 @@ class LocalBackend(Backend):
 
         def resolve(rows: slice) -> tuple[U64, U64, U64]:
             part = batch_rows(batch, rows)
-            return (*batch_addresses(part, self._base, peer.base), part.length)
+            return (*batch_addresses(part, self._side.base, peer.side.base), part.length)
 
         return [self._behind(peer, after, lambda cuda, event: cuda.copy(len(batch), resolve, event))]
 
@@ -273,12 +284,12 @@ class LocalBackend(Backend):
 
     def _only_device(self, peer: LocalPeer, batch: GridBatch) -> bool:
         """True when a GPU must carry every descriptor."""
-        src, dst = self._on_device[batch.src.segment], peer.on_device[batch.dst.segment]
+        src, dst = self._side.on_device[batch.src.segment], peer.side.on_device[batch.dst.segment]
         return all(bool((src[grid.src_region] | dst[grid.dst_region]).all()) for grid in batch.grids)
 
     def _start_grids(self, peer: LocalPeer, batch: GridBatch, after: Any) -> list[Part]:
-        src_base = self._base[batch.src.segment] + batch.src.base
-        dst_base = peer.base[batch.dst.segment] + batch.dst.base
+        src_base = self._side.base[batch.src.segment] + batch.src.base
+        dst_base = peer.side.base[batch.dst.segment] + batch.dst.base
         grids = [
             GridAddresses(
                 src_base[grid.src_region] + grid.src_inner,
@@ -294,8 +305,7 @@ class LocalBackend(Backend):
         return [self._behind(peer, after, lambda cuda, event: cuda.copy_grids(grids, event))]
 
     def _start_host(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
-        addresses = batch_addresses(batch, self._base, peer.base)
-        groups = HostGroups(batch, addresses, (self._base, self._bytes), (peer.base, peer.bytes))
+        groups = HostGroups(batch, batch_addresses(batch, self._side.base, peer.side.base), self._side, peer.side)
         if after is None and nbytes <= INLINE_BYTES and len(batch) <= INLINE_DESCRIPTORS:
             copy_now(groups.split())
             return []

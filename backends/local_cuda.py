@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sglang_pd.backends.base import Segment
 from sglang_pd.backends.local_link import SegmentFacts
-from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
     from sglang_pd.backends.local_launch import GridAddresses
-    from sglang_pd.backends.local_stream import DevicePart, Resolve
+    from sglang_pd.backends.local_stream import DevicePart, Ranges, Resolve
 
 EXPORT_BYTES = 2 << 20
 """Allocations are multiples of this: CUDA IPC shares whole blocks of it, hence also what else lay in them."""
@@ -113,7 +110,7 @@ class CudaSide:
         from sglang_pd.backends.local_stream import CopyStream
 
         with _on(self.ordinal):
-            self._stream = CopyStream(self.ordinal, notify)
+            self._stream = CopyStream(self.ordinal, notify, self._enqueue)
 
     def check_device(self, device: str) -> None:
         """Refuse any other device. Raises `BackendError` (`memory_refused`)."""
@@ -227,9 +224,20 @@ class CudaSide:
         """Start copying ranges; see `CopyStream.copy`."""
         return self._stream.copy(ranges, resolve, after)
 
+    def copy_each(self, ranges: Ranges, after: Any) -> DevicePart:
+        """Start copying a few ranges; see `CopyStream.copy_each`."""
+        return self._stream.copy_each(ranges, after)
+
     def copy_grids(self, grids: list[GridAddresses], after: Any) -> DevicePart:
         """Start copying grids; see `CopyStream.copy_grids`."""
         return self._stream.copy_grids(grids, after)
+
+    def _enqueue(self, ranges: Ranges, stream: int) -> None:
+        """See `local_stream.Enqueue`. The driver tells from the addresses what memory they are of."""
+        runtime, _, _ = _cuda()
+        runtime.cudaSetDevice(self.ordinal)
+        for src, dst, nbytes in ranges:
+            _call("cudaMemcpyAsync", dst, src, nbytes, runtime.cudaMemcpyKind.cudaMemcpyDefault, stream)
 
     def drain(self) -> None:
         """Wait until nothing runs any more."""
@@ -246,10 +254,10 @@ class CudaSide:
 
 @dataclass
 class PeerMemory:
-    """A peer's segments as one GPU reaches them. `addresses`: of its device segments in order, uint64."""
+    """A peer's segments as one GPU reaches them. `addresses`: of its device segments in order."""
 
     side: CudaSide
-    addresses: U64
+    addresses: list[int]
     _opened: list[int] = field(default_factory=list)
     _pinned: list[tuple[int, int]] = field(default_factory=list)
 
@@ -270,25 +278,23 @@ def open_peer_memory(
 
     theirs: address and length of the peer's host segments as mapped here. Raises `BackendError`.
     """
-    memory = PeerMemory(side, np.zeros(0, np.uint64))
+    memory = PeerMemory(side, [])
     opened: dict[bytes, int] = {}
-    addresses = []
     try:
         for facts in (facts for facts in segments if facts.device != "cpu"):
             if facts.handle not in opened:
                 opened[facts.handle] = side.open(facts)
                 memory._opened.append(opened[facts.handle])
-            addresses.append(opened[facts.handle] + facts.handle_offset)
+            memory.addresses.append(opened[facts.handle] + facts.handle_offset)
         if any(segment.device != "cpu" for segment in own):
             memory._pinned += [(address, nbytes) for address, nbytes in theirs if side.pin(address, nbytes)]
-        if addresses:
+        if memory.addresses:
             for segment in own:
                 if segment.device == "cpu":
                     side.pin(segment.address, segment.nbytes)
     except BaseException:
         memory.close()
         raise
-    memory.addresses = np.array(addresses, np.uint64)
     return memory
 
 

@@ -85,10 +85,10 @@ def copy_words(src_address, dst_address, nbytes, WORD: tl.constexpr, BLOCK: tl.c
         tl.store(dst + word, tl.load(src + word, mask=inside), mask=inside)
 
 
-def launch_grid(addresses: Any, launch: GridLaunch) -> None:
-    """Start the kernel for a grid on the current stream. `addresses`: int64 device tensor [3, slots]."""
+def launch_grid(addresses: Any, row_slots: int, launch: GridLaunch) -> None:
+    """Start the kernel for a grid on the current stream. `addresses`: int64 device tensor, rows of `row_slots`."""
     copy_grid[(launch.entries * launch.blocks * launch.pieces,)](
-        addresses, addresses.shape[1], launch.blocks, launch.first_block, launch.pieces, launch.piece_bytes,
+        addresses, row_slots, launch.blocks, launch.first_block, launch.pieces, launch.piece_bytes,
         BY_ENTRY=launch.by_entry, WORD=launch.word_bytes, BLOCK=launch.block, num_warps=launch.warps,
     )  # fmt: skip
 

@@ -19,6 +19,10 @@ range is taken, else the last, in a loop. Every entry is one compiled kernel."""
 ALIGN_SLOTS = 16
 """Launches start at multiples of this in a staging buffer: Triton compiles anew for addresses not divisible by 16."""
 
+FEW_RANGES = 16
+"""Up to so many ranges are copied by a call of the driver each: that takes a few microseconds, and ten times as long it
+takes to write addresses down, send them up and launch a kernel."""
+
 PIECE_BYTES = 256 << 10
 """Longest range one program copies; longer ones are split among programs."""
 

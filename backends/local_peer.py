@@ -7,12 +7,11 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from sglang_pd.backends.base import Peer, Segment
 from sglang_pd.backends.local_link import GOODBYE, Connection, is_dead
 from sglang_pd.backends.local_memory import HostMemory, map_peer_memory
 from sglang_pd.backends.local_transfer import LocalTransfer
+from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.errors import PdError, TransferError
 
 if TYPE_CHECKING:
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
 
 
 class LocalPeer(Peer):
-    """One connected incarnation. `base`, `bytes`, `on_device` have shape [segments]: as mapped in this process."""
+    """One connected incarnation. `side`: its segments as mapped in this process."""
 
     def __init__(self, epoch: int, connection: Connection) -> None:
         self.epoch = epoch
         self.segment_bytes = tuple(facts.nbytes for facts in connection.segments)
-        self.bytes = np.array(self.segment_bytes, np.uint64)
-        self.base = np.zeros(len(self.segment_bytes), np.uint64)
-        self.on_device = np.array([facts.device != "cpu" for facts in connection.segments], np.bool_)
-        self.transport = "cuda_ipc" if self.on_device.any() else "memfd"
+        self.side = Side()
+        self.transport = "cuda_ipc" if any(facts.device != "cpu" for facts in connection.segments) else "memfd"
         self.cuda: CudaSide | None = None
         self.host_memory: list[HostMemory] = []
         self.device_memory: PeerMemory | None = None
@@ -109,11 +106,12 @@ def open_peer(
     peer = LocalPeer(epoch, connection)
     fds = iter(connection.fds)
     try:
-        for number, facts in enumerate(connection.segments):
+        for facts in connection.segments:
             if facts.device == "cpu":
                 peer.host_memory.append(map_peer_memory(next(fds), facts.nbytes))
-                peer.base[number] = peer.host_memory[-1].address
-        if peer.on_device.any() or any(segment.device != "cpu" for segment in own):
+        host = iter([memory.address for memory in peer.host_memory])
+        device: Iterator[int] = iter(())
+        if peer.transport == "cuda_ipc" or any(segment.device != "cpu" for segment in own):
             from sglang_pd.backends.local_cuda import open_peer_memory
 
             uuids = [facts.device_uuid for facts in connection.segments if facts.device != "cpu"]
@@ -121,7 +119,9 @@ def open_peer(
             theirs = [(memory.address, memory.nbytes) for memory in peer.host_memory]
             peer.device_memory = open_peer_memory(side, connection.segments, theirs, own)
             peer.cuda = side
-            peer.base[peer.on_device] = peer.device_memory.addresses
+            device = iter(peer.device_memory.addresses)
+        found = ((host if facts.device == "cpu" else device, facts) for facts in connection.segments)
+        peer.side = Side([Segment(next(addresses), facts.nbytes, facts.device) for addresses, facts in found])
     except BaseException:
         for fd in fds:
             os.close(fd)

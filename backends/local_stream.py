@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from sglang_pd.backends.local_kernel import launch_copy, launch_grid
 from sglang_pd.backends.local_launch import (
     ALIGN_SLOTS,
     BLOCKS,
+    FEW_RANGES,
     GridAddresses,
     GridLaunch,
     Launch,
@@ -28,7 +29,7 @@ from sglang_pd.backends.local_launch import (
     plan_launches,
 )
 from sglang_pd.protocol.batch import U64
-from sglang_pd.protocol.errors import PdError, TransferError
+from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 SLICE_RANGES = 32_768
 FIRST_SLICE_RANGES = 2048
@@ -42,18 +43,32 @@ WARM_STAGINGS = 16
 Resolve = Callable[[slice], tuple[U64, U64, U64]]
 """Rows of a batch -> source address, destination address and length of each, uint64."""
 
+Ranges = list[tuple[int, int, int]]
+"""Source address, destination address and bytes of each."""
+
+Enqueue = Callable[[Ranges, int], None]
+"""Put a copy of each range on a CUDA stream. Raises `BackendError`."""
+
 
 @dataclass(eq=False)
 class Staging:
-    """Three rows of int64 for addresses and lengths: pinned on the host, and their image on the device."""
+    """Room for addresses and lengths, int64: pinned on the host (`words`: as uint64), and its image on the device.
+
+    Three rows of as many slots as a launch needs lie one behind the other, so that one copy takes them up.
+    """
 
     host: torch.Tensor
     device: torch.Tensor
+    words: U64
 
     @property
     def slots(self) -> int:
         """Ranges it has room for."""
-        return int(self.host.shape[1])
+        return int(self.host.shape[0]) // 3
+
+    def send(self, count: int) -> None:
+        """Take the first words up, on the current stream."""
+        self.device[:count].copy_(self.host[:count], non_blocking=True)
 
 
 class DevicePart:
@@ -93,8 +108,9 @@ class DevicePart:
 class CopyStream:
     """Copies between addresses that one GPU reaches. `notify` is called from a thread when a batch has landed."""
 
-    def __init__(self, ordinal: int, notify: Callable[[], None]) -> None:
+    def __init__(self, ordinal: int, notify: Callable[[], None], enqueue: Enqueue) -> None:
         self._ordinal = ordinal
+        self._enqueue = enqueue
         self._notify = notify
         self._free: list[Staging] = []
         self._stream = torch.cuda.Stream(device=ordinal)  # type: ignore[no-untyped-call]
@@ -111,25 +127,34 @@ class CopyStream:
 
     def copy(self, ranges: int, resolve: Resolve, after: Any) -> DevicePart:
         """Start copying `ranges` ranges behind the event `after`, if any, for which `can_wait_for` is true."""
+        if ranges <= FEW_RANGES:
+            src, dst, length = resolve(slice(0, ranges))
+            return self.copy_each(list(zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)), after)
         return self._start(after, (self._launch(plans) for plans in self._prepared(ranges, resolve)))
+
+    def copy_each(self, ranges: Ranges, after: Any) -> DevicePart:
+        """The same for a few ranges, without a kernel."""
+        return self._start(after, (), ranges)
 
     def copy_grids(self, grids: list[GridAddresses], after: Any) -> DevicePart:
         """The same for grids, whose descriptors only the GPU ever sees one by one."""
         return self._start(after, (self._launch_grid(grid, plan_grid(grid)) for grid in grids))
 
-    def _start(self, after: Any, launches: Iterator[Staging]) -> DevicePart:
-        """Run launches on the stream, and record the event behind them."""
+    def _start(self, after: Any, launches: Iterable[Staging], few: Ranges | None = None) -> DevicePart:
+        """Run launches on the stream, or put a few copies on it, and record the event behind them."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         used: list[Staging] = []
         part = DevicePart(event, lambda: self._free.extend(used))
         try:
-            with torch.cuda.stream(self._stream):
-                if after is not None:
-                    self._stream.wait_event(after)
-                for staging in launches:
-                    used.append(staging)
-                event.record(self._stream)
-        except RuntimeError as error:
+            if after is not None:
+                self._stream.wait_event(after)
+            if few is None:
+                with torch.cuda.stream(self._stream):
+                    used.extend(launches)
+            else:
+                self._enqueue(few, self._stream.cuda_stream)
+            event.record(self._stream)
+        except (RuntimeError, BackendError) as error:
             # Slices before this one may be running: nobody may take the batch for not begun.
             part.doubt = TransferError("CUDA failed", code="transfer_unknown", where="cuda", actual=str(error))
             return part
@@ -162,35 +187,34 @@ class CopyStream:
     def _launch(self, plans: list[LaunchRanges]) -> Staging:
         starts = [0]
         for plan in plans:
-            starts.append(-(-(starts[-1] + plan.launch.ranges) // ALIGN_SLOTS) * ALIGN_SLOTS)
-        staging = self._take(starts[-1])
-        host = staging.host.numpy().view(np.uint64)
-        rows = 2
+            starts.append(_aligned(starts[-1] + plan.launch.ranges))
+        row = starts[-1]
+        staging = self._take(row)
+        words, rows = staging.words, 2
         for start, plan in zip(starts, plans, strict=False):
-            stop = start + plan.launch.ranges
-            host[0, start:stop], host[1, start:stop] = plan.src, plan.dst
+            count = plan.launch.ranges
+            words[start : start + count], words[row + start : row + start + count] = plan.src, plan.dst
             if not plan.launch.same_bytes:
-                host[2, start:stop] = plan.length
+                words[2 * row + start : 2 * row + start + count] = plan.length
                 rows = 3
-        for row in range(rows):
-            staging.device[row, : starts[-1]].copy_(staging.host[row, : starts[-1]], non_blocking=True)
+        staging.send(rows * row)
         for start, plan in zip(starts, plans, strict=False):
-            src, dst, lengths = (staging.device[row, start:] for row in range(3))
+            src, dst, lengths = (staging.device[number * row + start :] for number in range(3))
             launch_copy(src, dst, lengths, plan.launch)
         return staging
 
     def _launch_grid(self, grid: GridAddresses, launch: GridLaunch) -> Staging:
         first = launch.first_block
-        stop = first + launch.blocks
-        staging = self._take(stop)
-        host = staging.host.numpy().view(np.uint64)
-        for row, (entries, blocks) in enumerate(((grid.src_entry, grid.src_block), (grid.dst_entry, grid.dst_block))):
-            host[row, : launch.entries], host[row, first:stop] = entries, blocks
-        at = slice(0, launch.entries) if launch.by_entry else slice(first, stop)
-        host[2, at] = grid.length
-        for row in range(3):
-            staging.device[row, :stop].copy_(staging.host[row, :stop], non_blocking=True)
-        launch_grid(staging.device, launch)
+        row = _aligned(first + launch.blocks)
+        staging = self._take(row)
+        words = staging.words
+        for start, entries, blocks in ((0, grid.src_entry, grid.src_block), (row, grid.dst_entry, grid.dst_block)):
+            words[start : start + launch.entries] = entries
+            words[start + first : start + first + launch.blocks] = blocks
+        at, count = (0, launch.entries) if launch.by_entry else (first, launch.blocks)
+        words[2 * row + at : 2 * row + at + count] = grid.length
+        staging.send(3 * row)
+        launch_grid(staging.device, row, launch)
         return staging
 
     def _take(self, slots: int) -> Staging:
@@ -203,8 +227,9 @@ class CopyStream:
 
     def _staging(self, slots: int) -> Staging:
         with torch.cuda.device(self._ordinal):
-            host = torch.zeros((3, slots), dtype=torch.int64, pin_memory=True)
-            return Staging(host, torch.zeros((3, slots), dtype=torch.int64, device=f"cuda:{self._ordinal}"))
+            host = torch.zeros(3 * slots, dtype=torch.int64, pin_memory=True)
+            device = torch.zeros(3 * slots, dtype=torch.int64, device=f"cuda:{self._ordinal}")
+            return Staging(host, device, host.numpy().view(np.uint64))
 
     def _warm_up(self) -> None:
         """Compile every variant and make the first staging buffers, so that no write has to."""
@@ -213,18 +238,24 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             memory = torch.zeros(2 * size, dtype=torch.uint8, device=f"cuda:{self._ordinal}")
             address = memory.data_ptr()
-            row = torch.tensor([[address], [address + size], [size]], device=memory.device)
-            grid = self._free[0]
-            grid.device[0, 0], grid.device[1, 0], grid.device[2, 0] = address, address + size, size
-            grid.device[2, ALIGN_SLOTS] = size
+            # Two grids of one descriptor, with the length beside the entry and beside the block.
+            row = 2 * ALIGN_SLOTS
+            image = torch.zeros(3 * row, dtype=torch.int64)
+            image[0], image[row], image[2 * row], image[2 * row + ALIGN_SLOTS] = address, address + size, size, size
+            words = image.to(memory.device)
+            src, dst, lengths = words[:row], words[row : 2 * row], words[2 * row :]
             for word, blocks in BLOCKS.items():
                 for block in blocks:
-                    launch_copy(row[0], row[1], row[2], Launch(1, word, block, size))
+                    launch_copy(src, dst, lengths, Launch(1, word, block, size))
                     for by_entry in (False, True):
-                        launch_grid(grid.device, GridLaunch(1, 1, 1, size, ALIGN_SLOTS, by_entry, word, block))
+                        launch_grid(words, row, GridLaunch(1, 1, 1, size, ALIGN_SLOTS, by_entry, word, block))
         self._stream.synchronize()
 
     def _run(self) -> None:
         while (part := self._waiting.get()) is not None:
             part.wait()
             self._notify()
+
+
+def _aligned(slots: int) -> int:
+    return -(-slots // ALIGN_SLOTS) * ALIGN_SLOTS

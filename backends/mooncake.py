@@ -38,7 +38,6 @@ from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_process import check_process, own_identity
 from sglang_pd.backends.library_rows import NO_ROWS, Rows
-from sglang_pd.backends.library_segments import one_range
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_inbound import Inbound
 from sglang_pd.backends.mooncake_library import Library, load
@@ -47,6 +46,7 @@ from sglang_pd.backends.mooncake_memory import Memory
 from sglang_pd.backends.mooncake_options import MooncakeOptions, check_environment, environment, parse_options
 from sglang_pd.backends.mooncake_pump import Pump
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound
+from sglang_pd.backends.sides import one_range
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 

@@ -11,11 +11,11 @@ from typing import Any
 from sglang_pd.backends.base import Peer, TransferState
 from sglang_pd.backends.library_process import Watch
 from sglang_pd.backends.library_rows import NO_ROWS, Rows
-from sglang_pd.backends.library_segments import Side
 from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mooncake_blob import Blob
 from sglang_pd.backends.mooncake_chunk import Chunk
 from sglang_pd.backends.mooncake_engine import Engine
+from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.errors import PdError, TransferError
 
 

@@ -49,7 +49,7 @@ from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_link import Work
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, same_host, same_pid_namespace
 from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_segments import Scope, Side, refused
+from sglang_pd.backends.library_segments import Scope, refused
 from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.nixl_blob import ENVELOPE, MAX_SEGMENTS, AgentBlob, decode_blob
 from sglang_pd.backends.nixl_engine import Engine
@@ -66,6 +66,7 @@ from sglang_pd.backends.nixl_options import (
 )
 from sglang_pd.backends.nixl_pieces import pieces, single_piece
 from sglang_pd.backends.nixl_probe import Probe, Transports
+from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_segments import Side, one_range, ordinal
 from sglang_pd.backends.nixl_library import Rows as LibraryRows
 from sglang_pd.backends.nixl_options import NixlOptions
+from sglang_pd.backends.sides import Side, one_range, ordinal
 from sglang_pd.protocol.batch import U64, WriteBatch
 
 

@@ -1,7 +1,8 @@
-"""kill -9 of writers with kernels in flight: is the destination's memory left alone once `revoke` says True?
+"""kill -9 of writers with copies in flight: is the destination's memory left alone once `revoke` says True?
 
 Each lane has one destination process that lives on, and kills one writer after another. A writer keeps eight batches in
-its queue; the destination sees its canaries overwritten, so kernels are running, and then the writer is killed.
+its queue, of many pages (kernels) or of a few long ranges (copies by the driver); the destination sees its canaries
+overwritten, so they are running, and then the writer is killed.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from sglang_pd.testing.pattern import CANARY, batch_to_wire, pages
 SIZE = 128 * MIB
 DEPTH = 8
 WATCH_S = 0.3
+RANGES = (SIZE // 16384, 8)
+"""Ranges of a batch, by turns."""
 
 
-def one_kill(lab: Lab, target: ChildProcess, src_device: str) -> dict[str, Any]:
+def one_kill(lab: Lab, target: ChildProcess, src_device: str, ranges: int) -> dict[str, Any]:
     """Start a writer, kill it while it writes, ask for the proof, re-own the memory and watch it."""
     writer = lab.spawn((SIZE,), device=src_device)
     try:
         link = lab.connect(writer, target)
         writer.call("fill", segment=0, offset=0, nbytes=SIZE, value=CANARY ^ 0xFF)
-        batch = pages(1, SIZE // 16384, 16384, (SIZE,), (SIZE,))
+        batch = pages(1, ranges, SIZE // ranges, (SIZE,), (SIZE,))
         link.move(batch)
         canaries(target)
         arguments = {"peer": link.peer, "batch": batch_to_wire(batch), "for_s": 30.0, "depth": DEPTH}
@@ -44,17 +47,17 @@ def one_kill(lab: Lab, target: ChildProcess, src_device: str) -> dict[str, Any]:
         lab.end(writer)
 
 
-def run_lane(spec: BackendSpec, kills: int, results: list[dict[str, Any]]) -> None:
+def run_lane(spec: BackendSpec, kills: int, ranges: int, results: list[dict[str, Any]]) -> None:
     """`kills` writers, one after another, against one destination."""
     lab = Lab(spec)
     try:
         target = lab.spawn((SIZE,), device=spec.dst_device)
         for _ in range(kills):
             try:
-                found = one_kill(lab, target, spec.src_device)
+                found = one_kill(lab, target, spec.src_device, ranges)
             except (ConformanceFailure, RemoteRefusal) as error:
                 found = {"error": str(error)[:2000]}
-            results.append({"devices": f"{spec.src_device} -> {spec.dst_device}", **found})
+            results.append({"devices": f"{spec.src_device} -> {spec.dst_device}", "ranges": ranges, **found})
     finally:
         lab.close()
 
@@ -71,7 +74,8 @@ def run_kills(backend: str, options: Mapping[str, Any], kills: int, lanes: int, 
         dst = targets[lane % len(targets)]
         spec = BackendSpec(name=backend, options=dict(options), src_device="cuda:0", dst_device=dst)
         share = kills // lanes + (lane < kills % lanes)
-        threads.append(threading.Thread(target=run_lane, args=(spec, share, results)))
+        ranges = RANGES[lane // len(targets) % len(RANGES)]
+        threads.append(threading.Thread(target=run_lane, args=(spec, share, ranges, results)))
         threads[-1].start()
     for thread in threads:
         thread.join()
