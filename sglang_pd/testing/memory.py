@@ -52,6 +52,8 @@ def _copy(dst: int, src: int, nbytes: int, device: str) -> None:
     runtime = _runtime()
     _checked(runtime.cudaSetDevice(_ordinal(device)))
     _checked(runtime.cudaMemcpy(dst, src, nbytes, runtime.cudaMemcpyKind.cudaMemcpyDefault))
+    # From pageable host memory it returns when the bytes are staged, not when they have arrived.
+    _checked(runtime.cudaDeviceSynchronize())
 
 
 def _ordinal(device: str) -> int:
