@@ -341,16 +341,23 @@ def check_batch(batch: WriteBatch, own_bytes: U64, peer_bytes: U64, *, peer: str
 
 def _check_shapes(grid: Grid, peer: str) -> None:
     entries, blocks = grid.src_region.shape, grid.src_block.shape
-    of_entries = (grid.dst_region, grid.src_inner, grid.dst_inner, grid.entry_length)
-    if any(values is not None and values.shape != entries for values in of_entries) or not (
-        grid.dst_block.shape == grid.block_length.shape == blocks
-    ):
-        raise BackendError(
-            "a grid's arrays differ in shape",
-            code="segment_invalid",
-            where=f"batch for peer {peer}",
-            expected=f"{list(entries)} entries, {list(blocks)} blocks",
-        )
+    of_entries, of_blocks = [grid.src_inner, grid.dst_inner], [grid.src_block, grid.dst_block, grid.block_length]
+    if grid.entry_length is not None:
+        of_entries.append(grid.entry_length)
+    wanted: list[tuple[NDArray[Any], tuple[int, ...], type[np.generic]]] = [
+        *((values, entries, np.uint32) for values in (grid.src_region, grid.dst_region)),
+        *((values, entries, np.uint64) for values in of_entries),
+        *((values, blocks, np.uint64) for values in of_blocks),
+    ]
+    for values, shape, dtype in wanted:
+        if values.shape != shape or values.ndim != 1 or values.dtype != dtype:
+            raise BackendError(
+                "a grid's arrays differ in shape or dtype",
+                code="segment_invalid",
+                where=f"batch for peer {peer}",
+                expected=f"{list(entries)} entries, {list(blocks)} blocks: shape {list(shape)}, {np.dtype(dtype)}",
+                actual=f"shape {list(values.shape)}, {values.dtype}",
+            )
 
 
 def _check_grid(table: RegionTable, grid: Grid, segment_bytes: U64, owner: tuple[str, str]) -> None:

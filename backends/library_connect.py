@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from sglang_pd.backends.base import Connecting, Peer
+from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import TransferError
 
 T = TypeVar("T")
@@ -36,9 +37,12 @@ class ThreadedConnecting(Connecting, Generic[T]):
         self._peer: Peer | None = None
 
     def start(self, name: str, *, within_s: float = float("inf"), where: str = "") -> ThreadedConnecting[T]:
-        """Begin, on a thread of that name. After `within_s` seconds the owner waits no longer: `peer_lost`."""
+        """Begin, on a thread of that name. After `within_s` seconds the owner waits no longer: `peer_lost`.
+
+        Raises `BackendUnavailable` where the system has no thread.
+        """
         self._within_s, self._until_s, self._where = within_s, time.monotonic() + within_s, where
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(self._run, name, where or "connect")
         return self
 
     def _run(self) -> None:

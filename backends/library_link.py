@@ -56,9 +56,13 @@ class Work(Generic[Piece, Call]):
     failed: PdError | None = None
 
     def peek(self) -> bool:
-        """Whether there is another piece; looks it up."""
-        if self.upcoming is None:
-            self.upcoming = next(self.pieces, None)
+        """Whether there is another piece; looks it up. What fails in that fails this transfer alone."""
+        if self.upcoming is None and self.failed is None:
+            try:
+                self.upcoming = next(self.pieces, None)
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+                self.failed = TransferError("a piece could not be prepared", code="internal", actual=words[:500])
         return self.upcoming is not None
 
 
@@ -171,7 +175,7 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
                     self._take(work, call)
         if work.failed is None:
             # Looked up at once, so that whatever ends the link now finds a transfer that is all handed over complete.
-            work.complete = not work.peek()
+            work.complete = not work.peek() and work.failed is None
         return work.failed is None and not work.complete
 
     # Asking

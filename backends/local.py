@@ -35,7 +35,6 @@ from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
     host_identity,
-    no_descriptor,
     open_connection,
     pack_address,
     unpack_address,
@@ -44,6 +43,7 @@ from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
 from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer, Part
+from sglang_pd.backends.shortage import no_descriptor
 from sglang_pd.backends.sides import Side, one_range
 from sglang_pd.protocol.batch import U64, GridBatch, WriteBatch
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
@@ -85,7 +85,7 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> LocalBackend:
     try:
         return LocalBackend(epoch, chosen)
     except OSError as error:
-        raise no_descriptor(error) from error
+        raise no_descriptor(error, "local") from error
 
 
 def _cuda_installed() -> bool:
@@ -112,7 +112,7 @@ class LocalBackend(Backend):
         try:
             self._wakeup = select.epoll()
             self._listener = Listener(epoch)
-        except OSError:
+        except (OSError, BackendUnavailable):
             os.close(self._news)
             raise
         self._wakeup.register(self._news, select.EPOLLIN)
@@ -269,6 +269,15 @@ class LocalBackend(Backend):
             part = batch_rows(batch, rows)
             return (*batch_addresses(part, self._side.base, peer.side.base), part.length)
 
+        if self._held(peer, after):
+            # It is copied long after this call, when the batch's arrays may be somebody else's again.
+            src, dst, length = resolve(slice(0, len(batch)))
+            length = length.copy()
+
+            def resolved(rows: slice) -> tuple[U64, U64, U64]:
+                return src[rows], dst[rows], length[rows]
+
+            return [self._behind(peer, after, lambda cuda, event: cuda.copy(src.shape[0], resolved, event))]
         return [self._behind(peer, after, lambda cuda, event: cuda.copy(len(batch), resolve, event))]
 
     def _behind(self, peer: LocalPeer, after: Any, start: Callable[[CudaSide, Any], Part]) -> Part:
@@ -276,11 +285,16 @@ class LocalBackend(Backend):
         cuda = peer.cuda
         if cuda is None:
             raise BackendError("a device segment, and no device was opened", code="backend_unavailable")
-        if after is None or cuda.can_wait_for(after):
+        if not self._held(peer, after):
             return start(cuda, after)
         gate = CopyJob(lambda: (), after)
         self._copier.submit(gate)
         return HeldPart(gate, lambda: start(cuda, None))
+
+    @staticmethod
+    def _held(peer: LocalPeer, after: Any) -> bool:
+        """Whether a device's copy must be held back by us until an event."""
+        return after is not None and not (peer.cuda is not None and peer.cuda.can_wait_for(after))
 
     def _only_device(self, peer: LocalPeer, batch: GridBatch) -> bool:
         """True when a GPU must carry every descriptor."""
@@ -294,9 +308,9 @@ class LocalBackend(Backend):
             GridAddresses(
                 src_base[grid.src_region] + grid.src_inner,
                 dst_base[grid.dst_region] + grid.dst_inner,
-                grid.src_block,
-                grid.dst_block,
-                grid.block_length if grid.entry_length is None else grid.entry_length,
+                grid.src_block.copy(),
+                grid.dst_block.copy(),
+                (grid.block_length if grid.entry_length is None else grid.entry_length).copy(),
                 by_entry=grid.entry_length is not None,
             )
             for grid in batch.grids
@@ -305,7 +319,7 @@ class LocalBackend(Backend):
         return [self._behind(peer, after, lambda cuda, event: cuda.copy_grids(grids, event))]
 
     def _start_host(self, peer: LocalPeer, batch: WriteBatch, nbytes: int, after: Any) -> list[Part]:
-        groups = HostGroups(batch, batch_addresses(batch, self._side.base, peer.side.base), self._side, peer.side)
+        groups = HostGroups.of(batch, self._side, peer.side)
         if after is None and nbytes <= INLINE_BYTES and len(batch) <= INLINE_DESCRIPTORS:
             copy_now(groups.split())
             return []

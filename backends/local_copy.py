@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.protocol.errors import PdError, TransferError
+from sglang_pd.backends.shortage import start_thread
+from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 I64 = NDArray[np.int64]
 Piece = Callable[[], object]
@@ -242,13 +243,15 @@ class Copier:
         self._closing = False
 
     def submit(self, job: CopyJob) -> None:
-        """Queue a job. Starts the threads at the first one."""
+        """Queue a job. Starts the threads at the first one. Raises `BackendUnavailable` where the system has none."""
         with self._condition:
-            if not self._threads:
-                for number in range(self._wanted):
-                    thread = threading.Thread(target=self._run, name=f"pd-local-copy-{number}", daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
+            for number in range(len(self._threads), self._wanted):
+                try:
+                    self._threads.append(start_thread(self._run, f"pd-local-copy-{number}", "local"))
+                except BackendUnavailable:
+                    if not self._threads:
+                        raise
+                    break  # those that run do it; the next job asks again
             self._jobs.append(job)
             self._condition.notify_all()
 

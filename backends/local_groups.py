@@ -6,30 +6,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_pd.backends.local_copy import Ranges
+from sglang_pd.backends.base import batch_addresses
+from sglang_pd.backends.local_copy import I64, Ranges
 from sglang_pd.backends.sides import Side
-from sglang_pd.protocol.batch import U64, WriteBatch
+from sglang_pd.protocol.batch import WriteBatch
 
 
 @dataclass(frozen=True)
 class HostGroups:
-    """A checked batch between host segments.
+    """Descriptors of a checked batch between host segments. Nothing here is the batch's own array.
 
-    addresses: source and destination, uint64 of shape [descriptors].
+    src, dst: int64 addresses of shape [descriptors]. length: int64 bytes. pair: int64, both segments of each.
     """
 
-    batch: WriteBatch
-    addresses: tuple[U64, U64]
+    src: I64
+    dst: I64
+    length: I64
+    pair: I64
     own: Side
     peer: Side
 
+    @classmethod
+    def of(cls, batch: WriteBatch, own: Side, peer: Side) -> HostGroups:
+        """Copies everything: who wrote may reuse the batch's arrays at once, and the copier takes its time."""
+        src, dst = (addresses.view(np.int64) for addresses in batch_addresses(batch, own.base, peer.base))
+        pair = batch.src.segment[batch.src_region].astype(np.int64) * len(peer.devices)
+        pair += batch.dst.segment[batch.dst_region]
+        return cls(src, dst, batch.length.astype(np.int64), pair, own, peer)
+
     def split(self) -> list[Ranges]:
         """The ranges of each pair of segments."""
-        batch = self.batch
-        src, dst = (addresses.view(np.int64) for addresses in self.addresses)
-        length = batch.length.view(np.int64)
-        count = len(self.peer.devices)
-        pair = batch.src.segment[batch.src_region].astype(np.int64) * count + batch.dst.segment[batch.dst_region]
+        src, dst, length, pair = self.src, self.dst, self.length, self.pair
         first = int(pair[0])
         if bool((pair == first).all()):
             return [Ranges(src, dst, length, *self._spans(first))]

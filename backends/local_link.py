@@ -21,7 +21,8 @@ from typing import Annotated, TypeVar
 import msgspec
 import xxhash
 
-from sglang_pd.protocol.errors import CODES, BackendError, BackendUnavailable, PdError, TransferError
+from sglang_pd.backends.shortage import is_shortage, no_descriptor
+from sglang_pd.protocol.errors import CODES, BackendError, PdError, TransferError
 
 VERSION = 1
 """Version of the blob and of the messages. Raise it when either changes."""
@@ -41,7 +42,6 @@ _MAGIC = b"SPDL"
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 _SO_PEERPIDFD = 77
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 T = TypeVar("T")
 
@@ -88,17 +88,7 @@ def host_identity() -> str:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError as error:
-        raise no_descriptor(error) from error
-
-
-def no_descriptor(error: OSError) -> BackendUnavailable:
-    """The error for what this process's own system refuses it, most often a descriptor."""
-    return BackendUnavailable(
-        "the system refuses this process a descriptor or a file",
-        where="local",
-        actual=str(error),
-        hint="Raise the limit of open files (ulimit -n; `sglang-pd doctor` shows it).",
-    )
+        raise no_descriptor(error, "local") from error
 
 
 def pack_address(address: Address) -> bytes:
@@ -136,7 +126,7 @@ def open_pidfd(sock: socket.socket) -> tuple[int | None, int]:
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD), uid
     except OSError as error:
-        if error.errno in _NO_DESCRIPTOR:
+        if is_shortage(error):
             raise  # a writer without a proof would be let in for want of a descriptor
         # before Linux 6.5, or another PID namespace: try by number
     if pid <= 0:
@@ -145,7 +135,7 @@ def open_pidfd(sock: socket.socket) -> tuple[int | None, int]:
         # The number may have been reused; then its first owner, the peer, is dead, and so is the proof asked for later.
         return os.pidfd_open(pid), uid
     except OSError as error:
-        if error.errno in _NO_DESCRIPTOR:
+        if is_shortage(error):
             raise
         return None, uid
 
@@ -252,6 +242,6 @@ def open_connection(address: Address, epoch: int) -> Connection:
             os.close(pidfd)
         if isinstance(error, PdError):
             raise
-        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR:
-            raise no_descriptor(error) from error
+        if isinstance(error, OSError) and is_shortage(error):
+            raise no_descriptor(error, "local") from error
         raise TransferError("the peer does not answer", code="peer_lost", actual=repr(error)) from error

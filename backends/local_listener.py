@@ -24,6 +24,8 @@ from sglang_pd.backends.local_link import (
     send_descriptors,
     send_message,
 )
+from sglang_pd.backends.shortage import start_thread
+from sglang_pd.protocol.errors import BackendUnavailable
 
 MAX_CONNECTIONS = 4096
 HELLO_WITHIN_S = 5.0
@@ -88,8 +90,12 @@ class Listener:
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
         self._poller.register(self._stop_fd, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="pd-local-listen", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._run, "pd-local-listen", "local")
+        except BackendUnavailable:
+            self._socket.close()
+            os.close(self._stop_fd)
+            raise
 
     def revoke(self, epoch: int) -> bool:
         """Serve that incarnation no more; True when everyone who was given memory under it is proven harmless.

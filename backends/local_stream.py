@@ -7,7 +7,6 @@ host included: that is what DONE promises.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sglang_pd.backends.local_launch import (
     plan_grid,
     plan_launches,
 )
+from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.batch import U64
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
@@ -115,10 +115,9 @@ class CopyStream:
         self._free: list[Staging] = []
         self._stream = torch.cuda.Stream(device=ordinal)  # type: ignore[no-untyped-call]
         self._waiting: queue.SimpleQueue[DevicePart | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"pd-local-cuda-{ordinal}", daemon=True)
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="pd-local-prepare")
         self._warm_up()
-        self._thread.start()
+        self._thread = start_thread(self._run, f"pd-local-cuda-{ordinal}", "local")
 
     @staticmethod
     def can_wait_for(event: Any) -> bool:

@@ -40,11 +40,12 @@ class HeldPart:
         self._gate, self._start = gate, start
         self._part: Part | None = None
         self._error: PdError | None = None
+        self._doubt: PdError | None = None
 
     @property
     def settled(self) -> bool:
         """See `Part`."""
-        if self._part is None and self._error is None and self._gate.settled:
+        if self._part is None and self._error is None and self._doubt is None and self._gate.settled:
             self._begin()
         return self._error is not None or (self._part is not None and self._part.settled)
 
@@ -56,6 +57,10 @@ class HeldPart:
             self._part = self._start()
         except PdError as refused:
             self._error = refused
+        except Exception as defect:
+            # It may have started something before it failed.
+            words = f"{type(defect).__name__}: {defect}"
+            self._doubt = TransferError("the copy failed", code="transfer_unknown", where="local", actual=words[:500])
 
     @property
     def error(self) -> PdError | None:
@@ -65,7 +70,7 @@ class HeldPart:
     @property
     def doubt(self) -> PdError | None:
         """See `Part`."""
-        return self._part.doubt if self._part is not None else None
+        return self._part.doubt if self._part is not None else self._doubt
 
     def cancel(self, cause: PdError) -> None:
         """See `Part`."""
@@ -94,6 +99,9 @@ class LocalTransfer(Transfer):
         """See `Transfer`. Past the deadline what has not started is dropped, so that the transfer soon is FAILED."""
         if self._state in (TransferState.DONE, TransferState.FAILED):
             return self._state
+        late = self._state is TransferState.PENDING and time.monotonic() > self._deadline
+        if late:  # before a look at the parts, which starts those whose event has come
+            self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))
         if all(part.settled for part in self._parts):
             errors = [part.error for part in self._parts if part.error is not None]
             self._error = errors[0] if errors else None
@@ -102,9 +110,8 @@ class LocalTransfer(Transfer):
         elif any(part.doubt for part in self._parts):
             self._state = TransferState.UNKNOWN
             self._error = next(part.doubt for part in self._parts if part.doubt)
-        elif time.monotonic() > self._deadline and self._state is TransferState.PENDING:
+        elif late:
             self._state = TransferState.UNKNOWN
-            self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))
         return self._state
 
     @property

@@ -19,6 +19,7 @@ from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_links import IdentityPage
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_sockets import reserve
+from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import BackendError, PdError
 
 CLOSE_WITHIN_S = 5.0
@@ -38,6 +39,7 @@ class Inbound:
         self._reserved: list[socket.socket] = []
         self._revoked: set[int] = set()
         self._asked: set[int] = set()
+        self._replacing: set[int] = set()
         self._thread: threading.Thread | None = None
         self._failed: PdError | None = None
         self.generation = 0
@@ -85,20 +87,18 @@ class Inbound:
                 return True
             self._asked.add(epoch)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._replace, args=(news,), name="sglang-pd-mooncake-revoke", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(lambda: self._replace(news), "sglang-pd-mooncake-revoke", "mooncake")
         return False
 
     def admit(self, epoch: int) -> None:
         """That incarnation may write through the engine now: what was proven of the one before does not cover it."""
         with self._lock:
-            self._revoked.discard(epoch)
+            for known in (self._revoked, self._asked, self._replacing):
+                known.discard(epoch)
 
     def _replace(self, news: Callable[[], None]) -> None:
         with self._lock:
-            asked, self._asked = self._asked, set()
+            self._replacing, self._asked = self._asked, set()
             engine, self._engine = self._engine, None
         closed = engine is None or self._close(engine)
         try:
@@ -109,7 +109,7 @@ class Inbound:
             self._failed = error
         with self._lock:
             if closed:
-                self._revoked |= asked
+                self._revoked |= self._replacing
             self._thread = None
         news()
 

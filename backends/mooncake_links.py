@@ -22,7 +22,8 @@ from sglang_pd.backends.mooncake_engine import Engine
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, Outbound
-from sglang_pd.protocol.errors import PdError, TransferError
+from sglang_pd.backends.shortage import is_shortage, no_descriptor, start_thread
+from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 FORGOTTEN_SESSIONS = 32
 """After so many peers have gone, an engine takes no new ones: their sockets stay with it until it ends."""
@@ -79,6 +80,7 @@ class Links:
         self._all: list[Outbound] = []
         self._current: Outbound | None = None
         self._threads: set[threading.Thread] = set()
+        self._starting = threading.Lock()
         self._closed = False
         self._burnt: list[IdentityPage] = []
         self.rebuilds = 0
@@ -90,7 +92,8 @@ class Links:
 
         It is held until `join` or `abandon`.
 
-        Raises `TransferError` (`peer_lost`) where nobody answers, (`epoch_stale`) where somebody else does.
+        Raises `TransferError` (`peer_lost`) where nobody answers, (`epoch_stale`) where somebody else does, and
+        `BackendUnavailable` where this process has no descriptor to ask with.
         """
         self._answers(blob)
         outbound = self._engine_for(blob)
@@ -129,6 +132,8 @@ class Links:
             socket.create_connection((host, int(port)), self._options.connect_timeout_s).close()
         except OSError as error:
             where = f"mooncake, {blob.session}"
+            if is_shortage(error):
+                raise no_descriptor(error, where) from error
             raise TransferError("nobody answers", code="peer_lost", where=where, actual=error) from error
         code = self._any_engine().probe(blob.session)
         if code != 0:
@@ -196,7 +201,11 @@ class Links:
             unused = [one for one in idle if one is not self._current]
             self._all = [one for one in self._all if one not in unused]
         for one in unused:
-            self._spawn(lambda engine=one.engine: engine.stop(5.0))  # type: ignore[misc]
+            try:
+                self._spawn(lambda engine=one.engine: engine.stop(5.0))  # type: ignore[misc]
+            except BackendUnavailable:  # another time
+                with self._lock:
+                    self._all.append(one)
 
     # verifying
 
@@ -251,11 +260,11 @@ class Links:
             try:
                 work()
             finally:
-                self._threads.discard(threading.current_thread())
+                with self._starting:  # not before it was added
+                    self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name="sglang-pd-mooncake-link", daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._starting:
+            self._threads.add(start_thread(run, "sglang-pd-mooncake-link", "mooncake"))
 
     # the end
 

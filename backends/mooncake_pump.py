@@ -21,7 +21,8 @@ from sglang_pd.backends.mooncake_chunk import ChunkState, merge, refused, submit
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_transfer import Flight, MooncakePeer, MooncakeTransfer
-from sglang_pd.protocol.errors import PdError, TransferError
+from sglang_pd.backends.shortage import start_thread
+from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,8 +73,11 @@ class Pump:
         self._posted = 0
         self._left = 0
         self.counters = {"chunks": 0, "pieces": 0, "descriptors": 0, "bytes": 0, "chunks_lost": 0}
-        self._thread = threading.Thread(target=self._run, name="sglang-pd-mooncake", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._run, "sglang-pd-mooncake", "mooncake")
+        except BackendUnavailable:
+            os.close(self._event)
+            raise
 
     # the owner's side: nothing here waits
 
@@ -86,9 +90,7 @@ class Pump:
         small = len(transfer.pieces) <= SMALL_PIECES and transfer.nbytes <= SMALL_BYTES and transfer.after is None
         if small and not self._inbox and self._lock.acquire(blocking=False):
             try:
-                # Its owner has looked a moment ago whether the peer is there.
-                self._peers[peer.number] = peer
-                peer.waiting.append(transfer)
+                self._accept(peer, transfer)
                 if not peer.flying:
                     self._feed(peer)
             finally:
@@ -179,9 +181,10 @@ class Pump:
     def _accept(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> None:
         self._peers[peer.number] = peer
         peer.waiting.append(transfer)
-        lost = peer.lost
-        if lost is not None or not peer.connected:
-            self.halt(peer, lost or TransferError("the peer was disconnected", where=f"mooncake, {peer.label}"))
+        # Whether its process lives was asked a moment ago by the owner; what a verification found is looked at here.
+        if peer.found_lost is not None or not peer.connected:
+            gone = TransferError("the peer was disconnected", where=f"mooncake, {peer.label}")
+            self.halt(peer, peer.found_lost or gone)
 
     def _run(self) -> None:
         pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
@@ -238,7 +241,11 @@ class Pump:
             if peer.suspect:
                 if now >= peer.verify_at:
                     peer.verify_at = float("inf")
-                    self._verify(peer)
+                    try:
+                        self._verify(peer)
+                    except BackendUnavailable as error:  # no thread for it now
+                        _LOG.warning("%s", error)
+                        peer.verify_at = now + peer.verify_pause_s
             else:
                 moved |= self._feed(peer)
             if not peer.waiting and not peer.flying:

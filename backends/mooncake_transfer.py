@@ -131,6 +131,11 @@ class MooncakePeer(Peer):
             self.lose(TransferError("the peer's process has ended", code="peer_lost", where=f"mooncake, {self.label}"))
         return self._lost
 
+    @property
+    def found_lost(self) -> PdError | None:
+        """What `lost` knows already, without asking the kernel."""
+        return self._lost
+
     def lose(self, error: PdError) -> None:
         """Mark it gone, for good; the first reason stays."""
         with self._lost_lock:

@@ -23,6 +23,7 @@ from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.mori_library import Call, EngineHost, log
 from sglang_pd.backends.mori_options import MoriOptions
 from sglang_pd.backends.mori_pieces import DOOR, GREETING, Piece
+from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError
 
 MAX_QUEUED = 65_536
@@ -69,8 +70,7 @@ class Link(LibraryLink[Piece, Call]):
         self._greeting: MoriWork | None = None
         self._stopping: PdError | None = None
         self._give_up_at = float("inf")
-        self._thread = threading.Thread(target=self._run, name=f"mori-{remote.key[-8:]}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, f"mori-{remote.key[-8:]}", "mori")
 
     # Owner
 

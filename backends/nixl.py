@@ -20,7 +20,7 @@ stops UCX over TCP. It does not stop a writer on this host that uses CMA, since 
 where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
 has exited. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC:
 `capabilities` says `none` where those are possible.
-A revoked epoch must not be given the new blob.
+An epoch that is given the new blob is admitted anew (`admit`), and the proof of before covers it no longer.
 
 Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
 at interpreter exit (its libraries' finalisers): programs should flush and end with `os._exit`; this library never does.
@@ -339,6 +339,10 @@ class NixlBackend(Backend):
         if not self._engine.revoke(epoch):
             return False
         return not self._cma_possible() or self._engine.writer_gone(epoch, self._reaches_by_cma)
+
+    def admit(self, epoch: int) -> None:
+        """See `Backend`."""
+        self._engine.admit(epoch)
 
     def _cma_possible(self) -> bool:
         """Whether a process of this host could write here without going through our agent."""

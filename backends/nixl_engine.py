@@ -29,7 +29,8 @@ from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
 from sglang_pd.backends.nixl_link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.protocol.errors import BackendError, PdError, TransferError
+from sglang_pd.backends.shortage import start_thread
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError, TransferError
 
 T = TypeVar("T")
 
@@ -55,6 +56,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     process: ProcessIdentity
 
 
+@dataclass(slots=True, eq=False)
+class _Revocation:
+    """What an owner asked for. `shown`: the agent through which that epoch wrote has been destroyed since."""
+
+    shown: bool = False
+
+
 @dataclass(slots=True)
 class _Call:
     """A call from the owner's thread, and its answer."""
@@ -73,7 +81,7 @@ class Engine:
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
-        self._sleeping = self._stopping = False
+        self._sleeping = self._stopping = self._over = False
         self._driving = threading.Lock()
         self._agent: Agent | None = None
         self.rebuilds = self._defects = 0
@@ -86,9 +94,13 @@ class Engine:
         self._watching: dict[int, Link] = {}
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers: dict[int, set[ProcessIdentity]] = {}
-        self.revoked: dict[int, bool] = {}
-        self._thread = threading.Thread(target=self._run, name=f"nixl-{epoch:016x}", daemon=True)
-        self._thread.start()
+        self._revoked: dict[int, _Revocation] = {}
+        try:
+            self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
+        except BackendUnavailable:
+            os.close(self.news_fd)
+            os.close(self._wake_fd)
+            raise
 
     # Owner
 
@@ -136,7 +148,7 @@ class Engine:
         self._wake()
 
     def _check_alive(self) -> None:
-        if not self._thread.is_alive() or self._stopping:
+        if self._stopping or self._over:
             raise BackendError("the backend is closed", where="nixl")
 
     def _wake(self) -> None:
@@ -145,10 +157,14 @@ class Engine:
 
     def revoke(self, epoch: int) -> bool:
         """Close the agent for the sake of `epoch`, once. True when that has been done and shown."""
-        if epoch not in self.revoked:
-            self.revoked[epoch] = False
+        if epoch not in self._revoked:
+            self._revoked[epoch] = _Revocation()
             self._command(_Call(self._rebuild))
-        return self.revoked[epoch]
+        return self._revoked[epoch].shown
+
+    def admit(self, epoch: int) -> None:
+        """That epoch may write through the agent of now: what was shown, or is being shown, does not cover it."""
+        self._revoked.pop(epoch, None)
 
     def writer_gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
         """Whether every process that called itself `epoch`, and that could reach this memory itself, has exited."""
@@ -183,6 +199,7 @@ class Engine:
             ended = self._rest(pause)
             self._sleeping = False
         with self._driving:
+            self._over = True
             self._end()
 
     def _turn(self, ended: list[int]) -> int | None:
@@ -296,9 +313,6 @@ class Engine:
             log.warning("a writer's greeting does not decode: %s", error)
             return
         self._know(hello.epoch, hello.process)
-        if self.revoked.get(hello.epoch):
-            # It has connected to the agent that replaced the one it was revoked from.
-            del self.revoked[hello.epoch]
 
     def _know(self, epoch: int, process: ProcessIdentity) -> None:
         self.writers.setdefault(epoch, set()).add(process)
@@ -399,7 +413,7 @@ class Engine:
 
     def _rebuild(self) -> None:
         """Close the agent for every epoch that asked, and build another one under a new name."""
-        asked = [epoch for epoch, shown in self.revoked.items() if not shown]
+        asked = [one for one in list(self._revoked.values()) if not one.shown]
         if self._agent is None or not asked:
             return
         shown = self._close(DRAIN_S)
@@ -410,9 +424,9 @@ class Engine:
         except PdError as error:
             self._agent = None
             log.error("nixl's agent could not be rebuilt: %s", error)
-        if shown:
-            self.revoked.update(dict.fromkeys(asked, True))
-        else:
+        for one in asked:
+            one.shown = shown
+        if not shown:
             log.error("nixl's agent was not destroyed; nothing is proven")
         self._news()
 

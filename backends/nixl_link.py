@@ -11,6 +11,7 @@ from sglang_pd.backends.nixl_blob import AgentBlob
 from sglang_pd.backends.nixl_library import Agent, Handle, log
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_pieces import Piece
+from sglang_pd.backends.shortage import check_descriptors
 from sglang_pd.protocol.errors import PdError, TransferError
 
 PIECES_IN_FLIGHT = 4
@@ -150,10 +151,14 @@ class Link(LibraryLink[Piece, Handle]):
         return self.give_up(self.lost or error)
 
     def attach(self, agent: Agent) -> None:
-        """Make the peer known to the library and start wiring up. Raises `TransferError` (`peer_lost`)."""
+        """Make the peer known to the library and start wiring up.
+
+        Raises `TransferError` (`peer_lost`), or `BackendUnavailable` where this process has no descriptor left.
+        """
         try:
             agent.add_peer(self.blob.metadata, self.name)
         except TransferError as error:
+            check_descriptors(f"connect, peer {self.name}")
             raise TransferError(
                 "nobody answers where the peer said it would be",
                 code="peer_lost",

@@ -33,6 +33,24 @@ class RegionTable:
     base: U64
     size_bytes: U64
 
+    def __post_init__(self) -> None:
+        """Raises `BackendError` (`segment_invalid`) where shapes or dtypes are others."""
+        shape = (self.segment.shape[0] if self.segment.ndim else 0,)
+        wanted = (
+            ("segment", self.segment, np.uint32),
+            ("base", self.base, np.uint64),
+            ("size_bytes", self.size_bytes, np.uint64),
+        )
+        for name, array, dtype in wanted:
+            if array.shape != shape or array.dtype != dtype:
+                raise BackendError(
+                    "a region table's arrays differ in shape or dtype",
+                    code="segment_invalid",
+                    where=f"RegionTable.{name}",
+                    expected=f"shape {list(shape)}, {np.dtype(dtype)}",
+                    actual=f"shape {list(array.shape)}, {array.dtype}",
+                )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:

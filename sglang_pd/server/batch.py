@@ -28,7 +28,7 @@ class Worker:
     @property
     def epoch(self) -> str:
         """This incarnation, 16 hexadecimal digits."""
-        return f"{self.service.backend.epoch:016x}"
+        return f"{self.service.epoch:016x}"
 
 
 @contextlib.contextmanager

@@ -89,8 +89,15 @@ class Endpoint:
     """What both roles share. Use `PrefillEndpoint` or `DecodeEndpoint`."""
 
     def __init__(
-        self, config: ControlConfig, setup: RankSetup, network: Network | None = None, watch: Watch | None = None
+        self,
+        config: ControlConfig,
+        setup: RankSetup,
+        network: Network | None = None,
+        watch: Watch | None = None,
+        epoch: int | None = None,
     ) -> None:
+        """`epoch`: identity of this incarnation of the instance for its peers, unsigned 64 bits, never used before;
+        random where none is given."""
         network = network or Network()
         self.watch = watch or Watch()
         self._events: deque[RoomEvent] = deque()
@@ -105,14 +112,14 @@ class Endpoint:
         try:
             self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
             self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
-            self._start(config, setup)
+            self._start(config, setup, epoch)
         except BaseException:  # the port must be free for the next attempt
             self.link.close()
             os.close(self._event_fd)
             raise
 
-    def _start(self, config: ControlConfig, setup: RankSetup) -> None:
-        self.control = InstanceControl(config, self.link, self._emit)
+    def _start(self, config: ControlConfig, setup: RankSetup, epoch: int | None) -> None:
+        self.control = InstanceControl(config, self.link, self._emit, epoch=epoch)
         self.agent = RankAgent(
             setup.facts(),
             setup.backend,

@@ -74,11 +74,13 @@ class WorkerService:
         with contextlib.ExitStack() as undo:
             engine = create_engine(config.engine.name, config.engine.options, config.pools.device)
             self.planned: Planned = plan_instance(config, engine.describe())
-            self.backend: Backend = create_backend(settings.name, epoch=new_epoch(), options=settings.options)
+            # One rank, hence one epoch: what peers, the router and the records call this incarnation.
+            self.epoch = new_epoch()
+            self.backend: Backend = create_backend(settings.name, epoch=self.epoch, options=settings.options)
             undo.callback(self.backend.close)
-            self.name = _name(config, self.backend.epoch)
+            self.name = _name(config, self.epoch)
             self.recorder = Recorder(
-                Identity(self.role, self.name, self.backend.epoch, config.backend.name),
+                Identity(self.role, self.name, self.epoch, config.backend.name),
                 Settings(stall_s=config.liveness.stall_s, decisions=config.observe.decisions),
             )
             self.parts: Parts = assemble(engine, self.backend, self._memory(), deadline_s=config.liveness.transfer_s)
@@ -120,13 +122,13 @@ class WorkerService:
         )
         self.endpoint: PrefillEndpoint | DecodeEndpoint
         if self.role is Role.PREFILL:
-            prefill = self.endpoint = PrefillEndpoint(control, self.parts.setup, network, watch)
+            prefill = self.endpoint = PrefillEndpoint(control, self.parts.setup, network, watch, self.epoch)
             undo.callback(prefill.close)
             self.runner = PrefillRunner(
                 self.parts, prefill, chunk_tokens=config.engine.chunk_tokens, bounds=bounds, watch=watch
             )
         else:
-            decode = self.endpoint = DecodeEndpoint(control, self.parts.setup, network, watch)
+            decode = self.endpoint = DecodeEndpoint(control, self.parts.setup, network, watch, self.epoch)
             undo.callback(decode.close)
             self.runner = DecodeRunner(
                 self.parts, decode, max_batch=config.engine.max_batch, bounds=bounds, watch=watch
