@@ -330,6 +330,11 @@ class InstanceManifest(msgspec.Struct, frozen=True, kw_only=True):
             _refuse("instance.ranks", f"{len(want)} ranks, each once, in order of (pp_rank, tp_rank)", actual)
         check_instance(self)
 
+    @property
+    def epoch(self) -> int:
+        """The first rank's epoch: what records and routers call this incarnation."""
+        return self.ranks[0].epoch
+
     def rank(self, rank: RankId) -> RankManifest:
         """One rank's manifest. Raises `ManifestError` for a rank the topology has not."""
         shape = self.topology

@@ -63,7 +63,7 @@ class PeerLine(msgspec.Struct, frozen=True, kw_only=True):
     """A peer instance. since_s: seconds in that state."""
 
     instance: str
-    epoch: int
+    epoch: str
     state: str
     since_s: float
     reason: str = ""
@@ -74,7 +74,7 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     instance: str
-    epoch: int
+    epoch: str
     now_ns: int
     condition: str
     reason: str
@@ -85,10 +85,10 @@ class Dump(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """For a terminal or a log."""
-        lines = [f"{self.role} {self.instance} epoch {self.epoch:#x}: {self.condition} {self.reason}".rstrip()]
+        lines = [f"{self.role} {self.instance} epoch {self.epoch}: {self.condition} {self.reason}".rstrip()]
         if self.peers:
             rows = [("peer", "epoch", "state", "for", "reason")]
-            rows += [(p.instance, f"{p.epoch:#x}", p.state, f"{p.since_s:.1f} s", p.reason) for p in self.peers]
+            rows += [(p.instance, p.epoch, p.state, f"{p.since_s:.1f} s", p.reason) for p in self.peers]
             lines += plain_table(rows)
         if self.rooms:
             rooms = [("room", "gen", "stage", "in it", "age", "bytes", "peer", "request")]

@@ -27,7 +27,7 @@ from sglang_pd.observe.observer import (
     RoomFacts,
     RoomKey,
 )
-from sglang_pd.observe.records import Registration, RoomRecord, registration_of, registration_text, to_line
+from sglang_pd.observe.records import Registration, RoomRecord, epoch_text, registration_of, registration_text, to_line
 from sglang_pd.observe.stages import ROLE_STAGES, Nanoseconds, Stage, StageClock, StageTimes
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import InstanceManifest
@@ -269,7 +269,7 @@ class Recorder(Observer):
             return Dump(
                 role=self.identity.role.value,
                 instance=self.identity.instance,
-                epoch=self.identity.epoch,
+                epoch=epoch_text(self.identity.epoch),
                 now_ns=now_ns,
                 condition=health.condition.value,
                 reason=health.reason,
@@ -277,7 +277,7 @@ class Recorder(Observer):
                 peers=tuple(
                     PeerLine(
                         instance=name,
-                        epoch=peer.epoch,
+                        epoch=epoch_text(peer.epoch),
                         state=peer.state.value,
                         since_s=(now_ns - peer.since_ns) / 1e9,
                         reason=peer.reason,
@@ -331,7 +331,7 @@ class Recorder(Observer):
             time=self._settings.wall(),
             role=me.role.value,
             instance=me.instance,
-            epoch=me.epoch,
+            epoch=epoch_text(me.epoch),
             backend=me.backend,
             room=key.room,
             generation=key.generation,
@@ -339,7 +339,7 @@ class Recorder(Observer):
             request_id=facts.request_id,
             traceparent=facts.traceparent,
             peer=facts.peer,
-            peer_epoch=facts.peer_epoch,
+            peer_epoch=epoch_text(facts.peer_epoch),
             ranks=facts.ranks,
             peer_ranks=facts.peer_ranks,
             prompt_tokens=facts.prompt_tokens,

@@ -15,17 +15,23 @@ from sglang_pd.protocol.messages import Mismatch, Verdict
 MAX_LAYERS_SHOWN = 8
 
 
+def epoch_text(epoch: int) -> str:
+    """An epoch as all that people read writes it: 16 hexadecimal digits (JSON's numbers lose some); empty for 0."""
+    return f"{epoch:016x}" if epoch else ""
+
+
 class RoomRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="room"):
     """One room at its terminal state, on one side.
 
     time: seconds since the epoch. stage_s, total_s: seconds, stages sum to the total. bytes: by component, sent by a
-    prefill, received by a decode. pages: by list space. verified_layers: digests compared. cause: the first one.
+    prefill, received by a decode. epochs: as `epoch_text`. pages: by list space. verified_layers: digests
+    compared. cause: the first one.
     """
 
     time: float
     role: str
     instance: str
-    epoch: int
+    epoch: str
     backend: str
     room: int
     generation: int
@@ -33,7 +39,7 @@ class RoomRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
     request_id: str = ""
     traceparent: str = ""
     peer: str = ""
-    peer_epoch: int = 0
+    peer_epoch: str = ""
     ranks: tuple[str, ...] = ()
     peer_ranks: tuple[str, ...] = ()
     prompt_tokens: int = 0
@@ -71,7 +77,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, tag_field="event",
     role: str
     instance: str
     peer: str
-    peer_epochs: tuple[int, ...]
+    peer_epochs: tuple[str, ...]
     accepted: bool
     protocol: str
     backend: str
@@ -145,7 +151,7 @@ def registration_of(
         role=role,
         instance=own.instance_id,
         peer=peer.instance_id,
-        peer_epochs=tuple(rank.epoch for rank in peer.ranks),
+        peer_epochs=tuple(epoch_text(rank.epoch) for rank in peer.ranks),
         accepted=verdict.accepted,
         protocol=".".join(str(part) for part in own.protocol),
         backend=" ".join(sorted({rank.transport.backend for rank in own.ranks})),

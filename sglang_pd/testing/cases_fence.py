@@ -89,6 +89,30 @@ def live_writer_revoked(lab: Lab) -> Figures:
 
 
 @case
+def revoked_and_admitted_again(lab: Lab) -> Figures:
+    """An earlier proof says nothing of what a writer does after it was admitted again."""
+    link = lab.fresh((8 * MIB,), (8 * MIB,))
+    link.move(one_item(link, 65536))
+    declared = link.target.capabilities
+    if declared["revoke_proof"] in ("pidfd", "none"):
+        raise CaseSkipped("a living writer is never proven harmless, as declared")
+    within_s = declared["revoke_within_s"] + SLACK_S
+    if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
+        raise CaseSkipped("this transport proves nothing of a living writer")
+    # Admitted before it has the new blob: from now on it may come back at any moment.
+    link.target.call("admit", epoch=link.writer.epoch)
+    again = lab.connect(link.writer, link.target)
+    batch = pages(350, 256, 16384, again.writer.sizes, again.target.sizes)
+    again.move(batch)
+    again.writer.start("stream", {"peer": again.peer, "batch": batch_to_wire(batch), "for_s": 3.0})
+    asked = again.target.call("revoke", epoch=again.writer.epoch, within_s=0.0)
+    if asked["proven"]:
+        stays_clean(again, 0.5, "after an answer that an earlier proof gave")
+    again.writer.answer("stream")
+    return {"at_once": str(asked["proven"])}
+
+
+@case
 def revoke_never_connected(lab: Lab) -> None:
     """Revoking an incarnation that never was here does no harm to those that are."""
     link = lab.fresh((MIB,), (MIB,))

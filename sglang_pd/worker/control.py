@@ -307,7 +307,7 @@ class InstanceControl:
             return
         table = self.desk.prefill if talk.source else self.desk.decode
         table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock(), own_epoch=talk.own_epoch)
-        self.watch.peer(talk.instance, talk.epoch, PeerState.READY)
+        self.watch.peer(talk.instance, talk.incarnation, PeerState.READY)
         self._pair_ranks(talk)
         self._try_pending()
 
@@ -325,7 +325,7 @@ class InstanceControl:
 
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """See `peering.Heard`."""
-        self.watch.peer(talk.instance, epoch, PeerState.LOST, error.message)
+        self.watch.peer(talk.instance, talk.incarnation, PeerState.LOST, error.message)
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None and self.desk.sought(epoch):
@@ -339,7 +339,7 @@ class InstanceControl:
 
     def refused(self, talk: Conversation) -> None:
         """See `peering.Heard`."""
-        self.watch.peer(talk.instance or talk.address, talk.epoch, PeerState.REFUSED, str(talk.error or ""))
+        self.watch.peer(talk.instance or talk.address, talk.incarnation, PeerState.REFUSED, str(talk.error or ""))
         self._tell_verdict(talk)
         self._try_pending()
 

@@ -70,8 +70,9 @@ class Stage(Enum):
 class Conversation:
     """One peer instance as this side knows it. source: this side is prefill in the pair.
 
-    own_epoch: what this side calls itself here. An epoch that a peer lost never returns to it, so two processes that
-    lost each other and live (a broken link, a stopped process) speak anew under new ones.
+    epoch, own_epoch: what the peer and this side call themselves here. One that a peer lost never returns to it, so two
+    processes that lost each other and live (a broken link, a stopped process) speak anew under new ones.
+    incarnation: the peer's `InstanceManifest.epoch`, 0 while unknown.
     address: where this side calls, empty for callers. wanted: keep calling it, rooms or not. paired: what the own ranks
     said of their connections. renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt),
     while the old one stands.
@@ -84,6 +85,7 @@ class Conversation:
     own_epoch: int = field(default_factory=new_epoch)
     wanted: bool = False
     epoch: int = 0
+    incarnation: int = 0
     instance: str = ""
     manifest: InstanceManifest | None = None
     manifest_digest: int = 0
@@ -104,7 +106,8 @@ class Conversation:
             "address": self.address,
             "role": "decode" if self.source else "prefill",
             "stage": self.stage.value,
-            "epoch": f"{self.epoch:016x}",
+            "epoch": f"{self.incarnation:016x}" if self.incarnation else None,
+            "conversation": f"{self.epoch:016x}",
             "transports": sorted(self.transports),
             "ranks_paired": sum(error is None for error in self.paired.values()),
             "error": msgspec.to_builtins(self.error) if self.error else None,
@@ -121,12 +124,14 @@ class Conversation:
     def adopt(self, renewed: Conversation) -> None:
         """The new manifest is agreed: it replaces the old one."""
         self.manifest, self.manifest_digest = renewed.manifest, renewed.manifest_digest
+        self.incarnation = renewed.incarnation
         self.pairing, self.verdict, self.error = renewed.pairing, renewed.verdict, renewed.error
         self.paired, self.renewal = {}, None
 
     def restart(self) -> None:
         """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
+        self.incarnation = 0
         self.own_epoch = new_epoch()
         self.paired, self.next_send_s, self.renewal = {}, NOW_S, None
 
@@ -149,7 +154,7 @@ def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloRe
     Raises `RemoteProtocolError` for a manifest that does not decode or contradicts itself.
     """
     decode = read_manifest(message.manifest, message.manifest_digest)
-    talk.epoch, talk.instance, talk.manifest = epoch, message.instance, decode
+    talk.epoch, talk.instance, talk.manifest, talk.incarnation = epoch, message.instance, decode, decode.epoch
     talk.manifest_digest = message.manifest_digest
     talk.liveness_s = message.liveness_ms / 1000
     if PACKING_ORDER not in message.packing_rules:
@@ -174,7 +179,7 @@ def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloRe
 def confirm(own: Self, talk: Conversation, epoch: int, message: HelloReply) -> HelloConfirm:
     """Decode's side of the answer: judge the same pair, compare verdicts and digests."""
     prefill = read_manifest(message.manifest, message.manifest_digest)
-    talk.epoch, talk.instance, talk.manifest = epoch, message.instance, prefill
+    talk.epoch, talk.instance, talk.manifest, talk.incarnation = epoch, message.instance, prefill, prefill.epoch
     talk.manifest_digest = message.manifest_digest
     talk.liveness_s = message.liveness_ms / 1000
     _judge(talk, prefill, own.manifest)

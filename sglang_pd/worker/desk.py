@@ -170,7 +170,7 @@ class RoomDesk:
             prefix_tokens=facts.prefix_tokens,
             index_lists=facts.lists,
         )
-        self.watch.opened(message, pairing, peer_epoch)
+        self.watch.opened(message, pairing)
         verify = chosen(facts.room, self._verify_mode)
         if verify:
             self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
@@ -391,7 +391,7 @@ class RoomDesk:
             self._local(Role.PREFILL, effect.room, Fail(error.info()))
             return
         verify = chosen(effect.room, self._verify_mode)
-        self.watch.started(effect.open, pairing, peer_epoch.epoch)
+        self.watch.started(effect.open, pairing)
         self._local(Role.PREFILL, effect.room, Bound(pairing.expected(prompt)))
         self._outside.order(self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify))
 

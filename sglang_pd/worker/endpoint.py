@@ -40,6 +40,7 @@ log = logging.getLogger("sglang_pd.worker")
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
 MAX_ROOM: Final = 2**63 - 1
+MAX_PAST_ROOMS: Final = 65_536
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -89,15 +90,8 @@ class Endpoint:
     """What both roles share. Use `PrefillEndpoint` or `DecodeEndpoint`."""
 
     def __init__(
-        self,
-        config: ControlConfig,
-        setup: RankSetup,
-        network: Network | None = None,
-        watch: Watch | None = None,
-        epoch: int | None = None,
+        self, config: ControlConfig, setup: RankSetup, network: Network | None = None, watch: Watch | None = None
     ) -> None:
-        """`epoch`: identity of this incarnation of the instance for its peers, unsigned 64 bits, never used before;
-        random where none is given."""
         network = network or Network()
         self.watch = watch or Watch()
         self._events: deque[RoomEvent] = deque()
@@ -106,20 +100,22 @@ class Endpoint:
         self._handles = itertools.count(1)
         self._closed = False
         self._active: dict[int, int] = {}
+        self._past: dict[int, None] = {}
+        """Rooms that ended here, the latest `MAX_PAST_ROOMS`: what an engine still sends for them is ignored."""
         self._halves: set[int] = set()
         """Handles that gave one of their two last events, the terminal one and RELEASABLE."""
         self.link = Link(network.curve)
         try:
             self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
             self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
-            self._start(config, setup, epoch)
+            self._start(config, setup)
         except BaseException:  # the port must be free for the next attempt
             self.link.close()
             os.close(self._event_fd)
             raise
 
-    def _start(self, config: ControlConfig, setup: RankSetup, epoch: int | None) -> None:
-        self.control = InstanceControl(config, self.link, self._emit, epoch=epoch)
+    def _start(self, config: ControlConfig, setup: RankSetup) -> None:
+        self.control = InstanceControl(config, self.link, self._emit)
         self.agent = RankAgent(
             setup.facts(),
             setup.backend,
@@ -139,7 +135,10 @@ class Endpoint:
             half = event.handle in self._halves
             (self._halves.discard if half else self._halves.add)(event.handle)
             if half and self._active.get(event.room) == event.handle:
+                self._past[event.room] = None
                 del self._active[event.room]
+                if len(self._past) > MAX_PAST_ROOMS:
+                    del self._past[next(iter(self._past))]
         self.watch.event(event)
         self._events.append(event)
         if not self._told:
@@ -279,14 +278,29 @@ class PrefillEndpoint(Endpoint):
         """This rank's bytes of tokens [start, stop) are computed, once `after` (a device event) has happened.
 
         Chunks come in order, touch, and the last one ends the prompt. lists: source lists that `request` left out.
+        Ignored for a room that has ended. Raises `RoomError` (`room_unknown`) for one that was never requested here.
         """
+        self._check_known(room)
         self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
         if last:
             self._loop.submit(lambda: self.control.computed(room))
 
     def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
-        """The handoff record (at most 64 KiB): from the last PP stage's TP rank 0, after its last `send`."""
+        """The handoff record (at most 64 KiB): from the last PP stage's TP rank 0, after its last `send`.
+
+        Rooms as for `send`.
+        """
+        self._check_known(room)
         self.agent.handoff(room, covered_tokens, record)
+
+    def _check_known(self, room: int) -> None:
+        if room not in self._active and room not in self._past:
+            raise RoomError(
+                "that room was not requested here",
+                code="room_unknown",
+                where=f"room {room}",
+                hint="Call `request` first; the room's id is the one that decode opens.",
+            )
 
 
 class DecodeEndpoint(Endpoint):

@@ -6,16 +6,20 @@ other peers must hear from it meanwhile. So nothing here waits: connections are 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from sglang_pd.backends.base import Backend, Connecting, Peer
 from sglang_pd.protocol.batch import GridBatch
-from sglang_pd.protocol.errors import ErrorInfo, PdError
+from sglang_pd.protocol.errors import ErrorInfo, PdError, TransferError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import region_numbers
 from sglang_pd.worker.orders import AnyReport, Paired
+
+CONNECT_WITHIN_S = 180.0
+"""Longest time in seconds that connecting to an instance may take. Backends that know of a shorter one say so first."""
 
 
 @dataclass(slots=True)
@@ -39,10 +43,11 @@ class Meeting:
 
 @dataclass(slots=True)
 class _Approach:
-    """An instance to whose ranks connections are being made. peers: those that stand. made: those among them that were
-    made for this."""
+    """An instance to whose ranks connections are being made. until_s: when that is given up. peers: those that stand.
+    made: those among them that were made for this."""
 
     pairing: Pairing
+    until_s: float
     peers: dict[RankId, Peer] = field(default_factory=dict)
     made: list[Peer] = field(default_factory=list)
     connecting: dict[RankId, Connecting] = field(default_factory=dict)
@@ -55,6 +60,13 @@ class _Approach:
                 del self.connecting[rank]
                 self.peers[rank] = peer
                 self.made.append(peer)
+        if self.connecting and time.monotonic() > self.until_s:
+            raise TransferError(
+                "the backend did not connect in time",
+                code="peer_lost",
+                where=", ".join(f"rank {rank}" for rank in self.connecting),
+                expected=f"within {CONNECT_WITHIN_S:g} s",
+            )
         return not self.connecting
 
 
@@ -87,7 +99,7 @@ class Meetings:
         """
         self._turn_back(peer_epoch)
         before = self._meetings.get(peer_epoch)
-        approach = self._approaches[peer_epoch] = _Approach(pairing)
+        approach = self._approaches[peer_epoch] = _Approach(pairing, time.monotonic() + CONNECT_WITHIN_S)
         try:
             for dst in pairing.decode.ranks:
                 if not pairing.plan(self._rank, dst.rank).moves:

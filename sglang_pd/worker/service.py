@@ -74,7 +74,7 @@ class WorkerService:
         with contextlib.ExitStack() as undo:
             engine = create_engine(config.engine.name, config.engine.options, config.pools.device)
             self.planned: Planned = plan_instance(config, engine.describe())
-            # One rank, hence one epoch: what peers, the router and the records call this incarnation.
+            # Of the one rank: by it peers, the router and the records know this incarnation.
             self.epoch = new_epoch()
             self.backend: Backend = create_backend(settings.name, epoch=self.epoch, options=settings.options)
             undo.callback(self.backend.close)
@@ -122,13 +122,13 @@ class WorkerService:
         )
         self.endpoint: PrefillEndpoint | DecodeEndpoint
         if self.role is Role.PREFILL:
-            prefill = self.endpoint = PrefillEndpoint(control, self.parts.setup, network, watch, self.epoch)
+            prefill = self.endpoint = PrefillEndpoint(control, self.parts.setup, network, watch)
             undo.callback(prefill.close)
             self.runner = PrefillRunner(
                 self.parts, prefill, chunk_tokens=config.engine.chunk_tokens, bounds=bounds, watch=watch
             )
         else:
-            decode = self.endpoint = DecodeEndpoint(control, self.parts.setup, network, watch, self.epoch)
+            decode = self.endpoint = DecodeEndpoint(control, self.parts.setup, network, watch)
             undo.callback(decode.close)
             self.runner = DecodeRunner(
                 self.parts, decode, max_batch=config.engine.max_batch, bounds=bounds, watch=watch

@@ -136,20 +136,20 @@ class Watch:
                 facts = Seen(request_id=request_id, traceparent=traceparent, prompt_tokens=prompt_tokens)
                 self._open(room, facts, Stage.QUEUE)
 
-    def opened(self, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
+    def opened(self, message: RoomOpen, pairing: Pairing) -> None:
         """Decode opens the room."""
         with self._lock:
             known = self._rooms.get(message.room) or self._open(message.room, Seen(), Stage.HANDSHAKE)
-            self._name(known, message, pairing, peer_epoch)
+            self._name(known, message, pairing)
             self.observer.stage(known.key, Stage.HANDSHAKE)
 
-    def started(self, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
+    def started(self, message: RoomOpen, pairing: Pairing) -> None:
         """Prefill: request and open agree, chunks may be written."""
         with self._lock:
             known = self._rooms.get(message.room)
             if known is not None:
                 known.started = True
-                self._name(known, message, pairing, peer_epoch)
+                self._name(known, message, pairing)
                 self._prefill_stage(known)
 
     def computed(self, room: int) -> None:
@@ -242,7 +242,7 @@ class Watch:
         known = self._rooms.get(message.room)
         return known if known is not None and known.key.generation == message.generation else None
 
-    def _name(self, known: _Room, message: RoomOpen, pairing: Pairing, peer_epoch: int) -> None:
+    def _name(self, known: _Room, message: RoomOpen, pairing: Pairing) -> None:
         peer = pairing.decode if self._prefill else pairing.prefill
         spaces = {space.digest: type(getattr(space, "of", space)).__name__ for space in pairing.needed.dst}
         named = RoomKey(message.room, message.generation)
@@ -253,7 +253,7 @@ class Watch:
             request_id=known.facts.request_id or message.request_id,
             traceparent=known.facts.traceparent or message.traceparent,
             peer=peer.instance_id,
-            peer_epoch=peer_epoch,
+            peer_epoch=peer.epoch,
             peer_ranks=tuple(str(rank.rank) for rank in peer.ranks),
             prompt_tokens=message.prompt_tokens,
             prefix_tokens=message.prefix_tokens,

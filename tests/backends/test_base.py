@@ -140,6 +140,23 @@ def test_arrays_of_other_shape_or_dtype_are_refused() -> None:
     assert not accepted(replace(good, length=good.length.astype(np.int64)))
 
 
+@pytest.mark.parametrize("name", ["segment", "base", "size_bytes"])
+def test_a_region_table_of_other_shape_or_dtype_is_refused(name: str) -> None:
+    """A negative base would lead out of the segment, past every later check."""
+    good = table((0, 0, 1000), (0, 1000, 50))
+    values = getattr(good, name)
+    for wrong in (-values.astype(np.int64), values[:1], values.reshape(1, 2), values.astype(np.float64)):
+        with pytest.raises(BackendError, match=f"RegionTable.{name}|RegionTable"):
+            replace(good, **{name: wrong})
+
+
+@pytest.mark.parametrize("name", ["src_inner", "dst_block", "block_length", "entry_length", "src_region"])
+def test_a_grid_of_other_dtype_is_refused(name: str) -> None:
+    good = grid_batch(table((0, 0, 1000)), [(0, 0, 8)], [(0, 8)], by_entry=True)
+    wrong = getattr(good.grids[0], name).astype(np.int64)
+    assert not accepted(GridBatch(good.src, good.dst, (replace(good.grids[0], **{name: wrong}),)))
+
+
 def test_addresses_and_rows() -> None:
     one = batch(table((1, 64, 100), (0, 8, 100)), [0, 1, 0], [1, 2, 3], [4, 5, 6])
     src, dst = batch_addresses(one, np.array([10_000, 20_000], np.uint64), np.array([30_000, 40_000], np.uint64))

@@ -109,6 +109,24 @@ def test_done_is_every_piece_handed_over_and_ended_well() -> None:
     assert transfer.poll() is DONE and not link.open and link.news == 1
 
 
+def test_a_piece_that_cannot_be_prepared_fails_its_transfer_alone() -> None:
+    link = CommandedLink(own_identity())
+
+    def broken() -> Iterator[int]:
+        yield 0
+        raise ValueError("on purpose")
+
+    bad = LibraryTransfer("fake", "peer", 1, 30.0)
+    link._queue.append(Work(bad, broken(), True))
+    good = link.add(1)
+    link.turn()
+    for call in link.calls:
+        call.finished = True
+    link.turn()
+    assert bad.poll() is TransferState.FAILED and "on purpose" in str(bad.error)
+    assert good.poll() is TransferState.DONE and link.lost is None
+
+
 def test_what_was_handed_over_and_ended_well_needs_no_other_proof() -> None:
     link = CommandedLink(own_identity(), most=1)
     transfer = link.add(2)

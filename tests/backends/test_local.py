@@ -20,8 +20,8 @@ from sglang_pd.backends.local_link import Hello, Welcome, host_identity, pack_ad
 from sglang_pd.backends.local_memory import map_peer_memory
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
-from sglang_pd.testing.memory import fill, read_bytes
-from sglang_pd.testing.pattern import Ranges, make_batch, pages
+from sglang_pd.testing.memory import fill, read_bytes, write_bytes
+from sglang_pd.testing.pattern import Ranges, apply_batch, make_batch, pages
 
 SIZE = 1 << 22
 NESTED = struct.pack("<I", 4_004) + b"\x81\xa1x" + b"\x91" * 4_000 + b"\xc0"
@@ -391,3 +391,42 @@ def test_device_memory_without_a_device_names_what_is_missing(pair: tuple[LocalB
     with pytest.raises(BackendUnavailable) as caught:
         pair[0].allocate(4096, "cuda:0")
     assert caught.value.hint
+
+
+class Switch:
+    """An event that happens when told."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+
+@pytest.mark.parametrize("what", ["length", "src_offset", "dst_offset", "src_region", "dst_region", "src.segment"])
+def test_a_batchs_arrays_may_be_reused_at_once(pair: tuple[LocalBackend, LocalBackend], what: str) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), target.epoch)
+    content = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+    write_bytes(writer._segments[0], 0, content)
+    batch, switch = pages(3, 16, 64, (SIZE,), (SIZE,)), Switch()
+    expected = np.zeros(SIZE, np.uint8)
+    apply_batch(batch, [content], [expected])
+    transfer = writer.write(peer, batch, after=switch)
+    owner = batch.src if what == "src.segment" else batch
+    array = getattr(owner, what.rpartition(".")[2])
+    array.fill(7 if array.dtype == np.uint32 else 4096)
+    switch.happened.set()
+    assert eventually(lambda: transfer.poll() is TransferState.DONE), transfer.error
+    assert np.array_equal(read_bytes(target._segments[0], 0, SIZE), expected)
+
+
+def test_without_threads_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(BackendUnavailable, match="thread"):
+        create_backend("local", epoch=1)
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # the listing's own

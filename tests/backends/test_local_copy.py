@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sglang_pd.backends import local_copy
+from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.local_copy import Copier, CopyJob, Ranges, copy_now
-from sglang_pd.backends.local_transfer import HeldPart
-from sglang_pd.protocol.errors import PdError, TransferError
+from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer
+from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 SIZE = 1 << 20
 
@@ -196,6 +197,51 @@ def test_a_held_part_that_cannot_start_fails(copier: tuple[Copier, threading.Sem
 
     part = HeldPart(gate, start)
     assert part.settled and "no such device" in str(part.error)
+
+
+def test_a_held_part_whose_start_breaks_is_in_doubt_and_not_started_again(
+    copier: tuple[Copier, threading.Semaphore],
+) -> None:
+    gate, starts = CopyJob(lambda: (), Event(lambda: True)), list[int]()
+    copier[0].submit(gate)
+    assert copier[1].acquire(timeout=20)
+
+    def start() -> Started:
+        starts.append(1)
+        raise RuntimeError("CUDA error: launch failed")
+
+    transfer = LocalTransfer(64, time.monotonic() + 30, [HeldPart(gate, start)])
+    assert [transfer.poll() for _ in range(3)] == [TransferState.UNKNOWN] * 3
+    assert len(starts) == 1 and "launch failed" in str(transfer.error)
+
+
+def test_a_held_part_whose_event_comes_after_the_deadline_is_dropped(
+    copier: tuple[Copier, threading.Semaphore],
+) -> None:
+    started = list[Started]()
+    transfer = LocalTransfer(64, time.monotonic() - 1, [held_part(copier[0], lambda: True, started)])
+    assert copier[1].acquire(timeout=20)
+    assert transfer.poll() is TransferState.FAILED and not started
+    assert transfer.error is not None and transfer.error.code == "transfer_timeout"
+
+
+def test_without_threads_a_job_is_refused_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = Copier(2, lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(BackendUnavailable, match="thread"):
+            copier.submit(CopyJob(lambda: ()))
+    job = CopyJob(lambda: ())
+    copier.submit(job)
+    end = time.monotonic() + 10
+    while not job.settled and time.monotonic() < end:
+        time.sleep(0.001)
+    assert job.settled and job.error is None
+    copier.close(TransferError("over"))
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_failed_event_fails_the_job_and_copies_nothing(copier: tuple[Copier, threading.Semaphore]) -> None:

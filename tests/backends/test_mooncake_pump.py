@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pd.backends import mooncake_links
+from sglang_pd.backends import mooncake_inbound, mooncake_links
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_rows import Rows
+from sglang_pd.backends.library_segments import Scope
 from sglang_pd.backends.mooncake_blob import Blob, identity_bytes
+from sglang_pd.backends.mooncake_inbound import Inbound
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_links import Links
 from sglang_pd.backends.mooncake_options import MooncakeOptions
@@ -180,6 +182,13 @@ def test_a_lost_peer_ends_what_waits(bench: Bench) -> None:
     assert becomes(waiting, FAILED) and waiting.error is not None and waiting.error.code == "peer_lost"
 
 
+def test_what_a_verification_found_stops_a_small_write(bench: Bench) -> None:
+    """The owner looked before it; the write that it then posts itself must not go to somebody else."""
+    bench.peer.lose(TransferError("somebody else is there", code="epoch_stale"))
+    transfer = bench.post([64])
+    assert becomes(transfer, TransferState.FAILED) and not bench.raw.total_bytes
+
+
 class Event:
     """As torch.cuda.Event; it comes when told, on a thread that must not be the owner's."""
 
@@ -315,3 +324,35 @@ def test_a_closed_engine_is_not_called() -> None:
     engine._raw = None
     with pytest.raises(BackendError, match="closed"):
         engine.probe("x")
+
+
+# the engine that peers write through
+
+
+class SlowEngine:
+    """It takes its time to end."""
+
+    may_end = threading.Event()
+
+    def __init__(self, library: Library, options: MooncakeOptions, avoid: frozenset[int]) -> None:
+        self.ports: set[int] = set()
+
+    def register(self, addresses: list[int], sizes: list[int]) -> None:
+        pass
+
+    def stop(self, within_s: float) -> bool:
+        return self.may_end.wait(10)
+
+
+def test_who_is_admitted_while_the_engine_is_replaced_is_not_covered_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_inbound, "Engine", SlowEngine)
+    SlowEngine.may_end.clear()
+    inbound = Inbound(LIBRARY, MooncakeOptions(), 1, Scope("mooncake", 8))
+    ended = threading.Event()
+    assert not inbound.revoke(7, ended.set) and not inbound.revoke(8, ended.set)
+    inbound.admit(7)
+    SlowEngine.may_end.set()
+    assert ended.wait(10)
+    assert inbound.revoke(8, ended.set), "that one was not admitted again"
+    assert not inbound.revoke(7, ended.set), "it may have written through the new engine"
+    inbound.close()

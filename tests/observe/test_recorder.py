@@ -94,8 +94,13 @@ def test_one_line_a_room_with_everything(told: Told) -> None:
     told.room(2**62)
     (line,) = told.lines
     assert line["event"] == "room" and line["room"] == 2**62 and line["generation"] == 1
-    assert (line["role"], line["instance"], line["epoch"], line["backend"]) == (told.role.value, "me", 7, "local")
-    assert (line["peer"], line["peer_epoch"], line["request_id"]) == ("peer", 9, "req-1")
+    assert (line["role"], line["instance"], line["epoch"], line["backend"]) == (
+        told.role.value,
+        "me",
+        f"{7:016x}",
+        "local",
+    )
+    assert (line["peer"], line["peer_epoch"], line["request_id"]) == ("peer", f"{9:016x}", "req-1")
     assert (line["prompt_tokens"], line["prefix_tokens"], line["pages"]) == (37, 16, {"Page": 3})
     assert line["bytes"] == {"KV": 8192, "MAMBA": 64} and line["descriptors"] == 9 and line["result"] == "done"
     assert sum(line["stage_s"].values()) == pytest.approx(line["total_s"], abs=1e-9)

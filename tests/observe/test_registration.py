@@ -39,7 +39,7 @@ def told(peer: InstanceManifest, caplog: pytest.LogCaptureFixture) -> tuple[dict
 
 def test_an_accepted_pair(caplog: pytest.LogCaptureFixture) -> None:
     line, recorder = told(manifest("peer", 2), caplog)
-    assert line["accepted"] and line["peer_epochs"] == [1, 2] and line["transport"] == "memfd"
+    assert line["accepted"] and line["peer_epochs"] == [f"{1:016x}", f"{2:016x}"] and line["transport"] == "memfd"
     assert (line["topology"], line["peer_topology"]) == ("pp1 tp1 dcp1", "pp1 tp2 dcp1")
     kinds = {c.kind for c in STATE.components}
     for side in ("own_components", "peer_components"):

@@ -64,6 +64,8 @@ def test_peers_show_the_verdict(pair: Pair) -> None:
     for leg, other in (("prefill", pair.decode), ("decode", pair.prefill)):
         (peer,) = pair.get(leg, "/peers").json()["peers"]
         assert peer["accepted"] and peer["instance"] == other.name and peer["mismatches"] == []
+        info = pair.get("decode" if leg == "prefill" else "prefill", "/server_info").json()
+        assert peer["epoch"] == info["epoch"], "a router matches a verdict with the worker that it is about by that"
 
 
 def test_metrics_tell_of_rooms_and_bytes(pair: Pair) -> None:

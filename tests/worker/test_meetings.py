@@ -13,6 +13,7 @@ from support.worker_pair import oracles, start_pair, start_room
 from sglang_pd.backends.base import Connecting
 from sglang_pd.protocol.errors import TransferError
 from sglang_pd.protocol.manifest import RankId
+from sglang_pd.worker import meetings
 from sglang_pd.worker.meetings import Meetings
 
 RANK = RankId(0, 0)
@@ -163,6 +164,20 @@ def test_a_peer_is_left_once_nothing_is_in_flight_to_it() -> None:
     assert not side.backend.left
     side.step()
     assert side.backend.left == [peer]
+
+
+def test_a_connection_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "CONNECT_WITHIN_S", 0.05)
+    side = Side()
+    side.meetings.pair(7, instance(b"a", b"b"))
+    side.backend.begun[0].peer = some_peer("a")
+    assert side.step()
+    time.sleep(0.06)
+    assert not side.step()
+    (said,) = side.said
+    assert said.error.code == "peer_lost" and "0.05 s" in said.error.expected and str(RankId(0, 1)) in said.error.where
+    assert side.backend.begun[1].cancelled == 1 and side.met == [7]
+    assert [peer.name for peer in side.backend.left] == ["a"]
 
 
 def test_a_defect_in_a_backend_is_told_not_raised() -> None:

@@ -17,6 +17,7 @@ from support.worker_process import free_address
 
 from sglang_pd import Network, PrefillEndpoint
 from sglang_pd.protocol import messages as m
+from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import ConfigError, ManifestError, PdError, RoomError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker import source
@@ -107,10 +108,24 @@ def test_numbers_of_numpy_are_numbers(pair: LocalPair) -> None:
     assert [event.record for event in pair.decode.events if event.room == 10][0] == np.arange(4).tobytes()
 
 
-@pytest.mark.parametrize("record", ["text", None, 5])
-def test_a_record_is_bytes(pair: LocalPair, record: Any) -> None:
-    with pytest.raises(TypeError):
-        pair.prefill.at.finish(11, 40, record)
+def test_a_record_is_bytes(pair: LocalPair) -> None:
+    pair.start(11)
+    for record in ("text", None, 5):
+        with pytest.raises(TypeError):
+            pair.prefill.at.finish(11, 40, record)  # type: ignore[arg-type]
+    pair.complete(11)
+
+
+def test_calls_for_a_room_that_was_never_requested_are_refused_and_for_an_ended_one_ignored(pair: LocalPair) -> None:
+    """A wrong id showed only when a lease ran out; an engine that has not heard of an end yet does no wrong."""
+    for call in (lambda: pair.prefill.at.send(13, 0, 16, last=False), lambda: pair.prefill.at.finish(13, 40, b"")):
+        with pytest.raises(RoomError, match="not requested") as caught:
+            call()
+        assert caught.value.code == "room_unknown" and "room 13" in caught.value.where
+    pair.start(12)
+    pair.complete(12)
+    pair.prefill.at.send(12, 0, 16, last=False)
+    pair.prefill.at.finish(12, 40, b"late")
 
 
 def test_a_room_whose_call_was_refused_was_never_in_use(pair: LocalPair) -> None:
@@ -170,11 +185,11 @@ def test_after_close_nobody_elses_descriptor_is_read() -> None:
 def test_chunks_that_nobody_asked_for_do_not_use_up_the_place(
     pair: LocalPair, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    """They waited for ever, and at the bound every room to come was refused instead."""
+    """Of ranks in other processes, say. They waited for ever, and at the bound every room to come was refused."""
     monkeypatch.setattr(source, bound, 8)
     for number in range(20):
-        pair.prefill.at.send(1_000 + number, 0, 16, last=False)
-        pair.prefill.at.finish(2_000 + number, 40, b"record")
+        pair.prefill.at.agent.send(1_000 + number, Chunk(0, 16, False))
+        pair.prefill.at.agent.handoff(2_000 + number, 40, b"record")
     pair.start(70)
     pair.complete(70)
 
