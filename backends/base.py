@@ -21,7 +21,8 @@ The safety sentences
     `sglang_pd.protocol.errors.PdError` with the library's words inside.
 
 Threads: every method but `wakeup_fd` is called by one thread, the owner. None blocks it: `write` returns within 5 ms
-for 65,536 descriptors, so a library whose submit blocks is driven by a thread of the backend's own.
+for 65,536 descriptors, so a library whose submit blocks is driven by a thread of the backend's own. Nothing may raise
+in the owner from outside, such as the handler of SIGINT in a main thread: a library may be left between two states.
 """
 
 from __future__ import annotations
