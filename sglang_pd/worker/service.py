@@ -21,6 +21,7 @@ from sglang_pd.backends.base import Backend
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.config import WorkerConfig, backend_settings, load_keys, missing_environment, topology_of
 from sglang_pd.config.network import BackendSettings
+from sglang_pd.engines.devices import require_device
 from sglang_pd.engines.registry import create_engine
 from sglang_pd.memory.allocator import Policy, pool_name
 from sglang_pd.observe import AdminServer, Identity, Recorder, Settings
@@ -61,10 +62,7 @@ class WorkerService:
         Raises `ConfigError` (the path of the key, or the port that is taken), `BackendUnavailable` naming the library
         that is missing, `BackendError` where memory cannot be had, and what the engine raises.
         """
-        _require_one_rank(config)
-        config = _on_own_device(config)
-        settings = backend_settings(config)
-        _require_environment(settings, os.environ if environ is None else environ)
+        config, settings = prepare(config, os.environ if environ is None else environ)
         self.config = config
         self.role = Role(config.role)
         self.started_at = time.time()
@@ -239,6 +237,17 @@ class WorkerService:
         if self._admin is not None:
             self._admin.close()
         self.backend.close()
+
+
+def prepare(config: WorkerConfig, environ: Mapping[str, str]) -> tuple[WorkerConfig, BackendSettings]:
+    """What a start refuses before it makes anything, so that `doctor` refuses it too; the configuration and the
+    backend as they will be made. Raises as `WorkerService`."""
+    _require_one_rank(config)
+    require_device(config.pools.device, where="$.pools.device")
+    config = _on_own_device(config)
+    settings = backend_settings(config)
+    _require_environment(settings, environ)
+    return config, settings
 
 
 def _require_one_rank(config: WorkerConfig) -> None:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request, Sampling
+from sglang_pd.engines.devices import require_device
 from sglang_pd.engines.sampling import choose, logprobs
 from sglang_pd.engines.transformers.describe import facts_of, probe
 from sglang_pd.engines.transformers.model import Source, find
@@ -326,9 +327,5 @@ def _device(name: str) -> str:
         raise ConfigError("not a device", where=f"{WHERE}.device", expected="cpu | cuda:0", actual=name) from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError("not a device", where=f"{WHERE}.device", expected="cpu | cuda:0", actual=name)
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ConfigError(
-            "no such device here", where=f"{WHERE}.device", expected=f"one of {torch.cuda.device_count()} GPUs",
-            actual=name,
-        )  # fmt: skip
+    require_device(name, where=f"{WHERE}.device")
     return f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"
