@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_pd.router.cutoff import CutOff
 from sglang_pd.router.dispatch import Answer, Call, Dispatcher, outcome
 from sglang_pd.router.failures import Failure, RequestFailed, own
 from sglang_pd.router.request import PATHS
@@ -64,20 +65,31 @@ class Completion:
             metrics.observe("request_seconds", time.monotonic() - arrived_s, path, result)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, arrived_s: float) -> Failure | None:
-        body = await read_body(scope, receive, self._max_body_bytes)
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(scope["path"], body, headers, arrived_s)
-        with anyio.CancelScope() as present:
+        answer: Answer | None = None
+        began = False
+
+        async def sending(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        with self._dispatcher.cut_off.scope() as present:
+            body = await read_body(scope, receive, self._max_body_bytes)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             watch = asyncio.create_task(_until_gone(receive, present))
             try:
-                answer = await self._dispatcher.dispatch(call)
+                answer = await self._dispatcher.dispatch(Call(scope["path"], body, headers, arrived_s))
                 try:
-                    return await relay(answer, send)
+                    return await relay(answer, sending)
                 finally:
                     await answer.close()
             finally:
                 watch.cancel()
-        raise ClientGone
+        if not self._dispatcher.cut_off.done:
+            raise ClientGone
+        if answer is None or not began:
+            raise CutOff.failure()
+        return await end(answer, CutOff.failure(), send)
 
 
 async def _until_gone(receive: Receive, present: anyio.CancelScope) -> None:
@@ -121,13 +133,18 @@ async def relay(answer: Answer, send: Send) -> Failure | None:
         while chunk := await answer.next():
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
     except RequestFailed as failed:
-        if not answer.is_stream:
-            log.warning("an answer was cut off: %s", failed)
-            return failed.failure  # without an end: the server drops the connection
-        await send({"type": "http.response.body", "body": answer.tail(failed.failure), "more_body": False})
-        return failed.failure
+        return await end(answer, failed, send)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
     return None
+
+
+async def end(answer: Answer, failed: RequestFailed, send: Send) -> Failure:
+    """End an answer that has begun and cannot go on."""
+    if not answer.is_stream:
+        log.warning("an answer was cut off: %s", failed)
+        return failed.failure  # without an end: the server drops the connection
+    await send({"type": "http.response.body", "body": answer.tail(failed.failure), "more_body": False})
+    return failed.failure
 
 
 async def respond(send: Send, failure: Failure) -> None:
@@ -175,7 +192,9 @@ def build_app(
     """The application. running: what its lifespan holds open."""
     completion = Completion(dispatcher, max_body_bytes)
     routes = [Route(path, completion, methods=["POST"]) for path in PATHS]
-    routes += [Route(path, _guarded(view), methods=methods) for path, view, methods in views.routes()]
+    routes += [
+        Route(path, _guarded(view, dispatcher.cut_off), methods=methods) for path, view, methods in views.routes()
+    ]
     app = Starlette(
         routes=routes,
         lifespan=lambda app: running(),
@@ -184,10 +203,14 @@ def build_app(
     return Guard(app, token)
 
 
-def _guarded(view: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(
+    view: Callable[[Request], Awaitable[Response]], cut_off: CutOff
+) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
         try:
-            return await view(request)
+            with cut_off.scope():
+                return await view(request)
+            raise CutOff.failure()
         except RequestFailed as failed:
             failure = failed.failure
             return Response(failure.json(), failure.status, dict(failure.headers()), "application/json")

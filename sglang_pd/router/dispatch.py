@@ -15,6 +15,7 @@ import httpx
 
 from sglang_pd.config import RouterConfig
 from sglang_pd.observe import RateLimited
+from sglang_pd.router.cutoff import CutOff
 from sglang_pd.router.exchange import Attempt, Bounds, Exchange, Told
 from sglang_pd.router.failures import Failure, RequestFailed, own
 from sglang_pd.router.fleet import Fleet, Wanted
@@ -88,6 +89,7 @@ class Dispatcher:
         self._config, self._fleet, self._client, self._poke = config, fleet, client, poke
         self.metrics = metrics
         self.rooms = RoomBook()
+        self.cut_off = CutOff()
         self._lingering: set[asyncio.Task[None]] = set()
         self._say = RateLimited(log, burst=10)
         self._told = Told(self._failed, self._lingers)

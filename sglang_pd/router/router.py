@@ -76,6 +76,10 @@ class Router:
         await self._client.aclose()
         await self._looks.aclose()
 
+    def cut_off(self) -> None:
+        """End every request that runs or comes, with `draining`. For a server that stops and has waited for them."""
+        self.dispatcher.cut_off.cut()
+
     async def request(
         self, path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None
     ) -> bytes:

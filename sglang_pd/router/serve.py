@@ -23,6 +23,8 @@ log = logging.getLogger("sglang_pd.router")
 BACKLOG: Final = 2048
 STOP_S: Final = 10
 """Seconds for running requests to end after a signal; then they are cut off. A second signal cuts them off at once."""
+CUT_S: Final = 3
+"""Seconds for the last word to reach those that were cut off."""
 
 
 async def serve(config: RouterConfig, started: Callable[[Address], None]) -> None:
@@ -34,18 +36,27 @@ async def serve(config: RouterConfig, started: Callable[[Address], None]) -> Non
         address = Address(config.address.host, listener.getsockname()[1])
         if not is_loopback(address.host) and not config.bearer_token:
             log.warning("the router listens on %s without a bearer_token: whoever reaches it may use it", address)
+        router = Router(config)
         settings = uvicorn.Config(
-            Router(config).app,
+            router.app,
             log_level="warning",
             access_log=False,
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=STOP_S,
+            timeout_graceful_shutdown=STOP_S + CUT_S,
         )
         server = _Server(settings, lambda: started(address))
         loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            if server.should_exit:
+                router.cut_off()
+                loop.call_later(CUT_S, server.force)
+            server.should_exit = True
+            loop.call_later(STOP_S, router.cut_off)  # uvicorn's own way is to cancel tasks: a traceback, and no answer
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.handle_exit, number, None)
+            loop.add_signal_handler(number, stop)
         await server.serve(sockets=[listener])
 
 
@@ -55,6 +66,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
+
+    def force(self) -> None:
+        """End without waiting for anybody."""
+        self.force_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_pd.config.address import Address
-from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.server.app import build_app
+from sglang_pd.server.errors import Failure
 from sglang_pd.worker.service import WorkerService
 
 log = logging.getLogger("sglang_pd.server")
@@ -49,6 +51,31 @@ def listen(address: Address) -> socket.socket:
     return listener
 
 
+class Ending:
+    """Answers a request whose task is cancelled, which in a process of ours only its end does: with an error of ours
+    instead of uvicorn's plain text and traceback."""
+
+    def __init__(self, app: ASGIApp, leg: str) -> None:
+        self._app, self._leg = app, leg
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        began = False
+
+        async def sending(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except asyncio.CancelledError:
+            log.warning("%s: cut off, the worker ends", scope.get("path", ""))
+            if not began:
+                error = RoomError("the worker ends and has cut the request off", code="draining")
+                await Failure(error).response(self._leg)(scope, receive, send)
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its own idea of signals: who drains decides when it ends."""
 
@@ -64,9 +91,8 @@ def serve(service: WorkerService, listener: socket.socket, *, on_ready: Callable
 
 
 async def _serve(service: WorkerService, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-    config = uvicorn.Config(
-        build_app(service), lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=5
-    )
+    app = Ending(build_app(service), service.role.value)
+    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=5)
     server = _Server(config)
     told: list[int] = []
     loop = asyncio.get_running_loop()

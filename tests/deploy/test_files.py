@@ -16,7 +16,7 @@ from deploy.files import DEPLOY, KUBERNETES, ROOT, document, documents, of_kind,
 from sglang_pd.cli.keygen import command as keygen
 from sglang_pd.config import RouterConfig, WorkerConfig, load_keys, load_router, load_worker
 from sglang_pd.router.app import OPEN_PATHS
-from sglang_pd.router.serve import STOP_S
+from sglang_pd.router.serve import CUT_S, STOP_S
 from sglang_pd.server.app import ROUTES
 from sglang_pd.worker.service import FENCE_WAIT_S
 
@@ -49,7 +49,7 @@ def server_end_s() -> int:
 
 def needed_s(config: Loaded, pre_stop_s: int = 0) -> float:
     if isinstance(config, RouterConfig):
-        return pre_stop_s + STOP_S
+        return pre_stop_s + STOP_S + CUT_S
     return pre_stop_s + config.liveness.drain_s + FENCE_WAIT_S + server_end_s()
 
 
