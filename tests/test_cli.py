@@ -152,6 +152,20 @@ def test_keys_are_what_the_library_reads(tmp_path: Path, capsys: Capture) -> Non
     assert zmq.auth.load_certificate(tmp_path / "a.key") == (public, None)
 
 
+def test_the_folder_of_keys_is_made_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["keygen", "prefill", "--folder", "made/keys"]) == 0
+    for folder in (tmp_path / "made", tmp_path / "made" / "keys"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert run(["keygen", "decode", "--folder", "made/keys"]) == 0, "one that is there is taken"
+    capsys.readouterr()
+    assert run(["keygen", "a", "--folder", "made/keys/decode.key", "--json"]) == EXIT_USAGE
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "decode.key" in error["where"] and error["expected"] and error["hint"]
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden"])
 def test_names_of_keys(name: str, tmp_path: Path, capsys: Capture) -> None:
     assert run(["keygen", name, "--folder", str(tmp_path)]) == EXIT_USAGE

@@ -42,6 +42,7 @@ def command(
             actual=zmq.zmq_version(),
         )
     public_path, secret_path = (Path(folder) / f"{name}.{end}" for end in ("key", "key_secret"))
+    _make_folder(Path(folder))
     for path in (public_path, secret_path):
         if os.path.lexists(path):
             raise _exists(path)
@@ -62,6 +63,15 @@ def command(
     return 0
 
 
+def _make_folder(folder: Path) -> None:
+    """The folder and those above it, each that is made for this user alone."""
+    for part in (*reversed(folder.parents), folder):
+        try:
+            part.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise _refused("cannot make the folder", part, error) from None
+
+
 def _write(path: Path, text: str, mode: int) -> None:
     """Create, with its mode from the first moment, or refuse."""
     try:
@@ -69,10 +79,20 @@ def _write(path: Path, text: str, mode: int) -> None:
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
-        raise ConfigError(f"cannot write: {error.strerror}", where=str(path)) from None
+        raise _refused("cannot write the key file", path, error) from None
     with os.fdopen(fd, "w", encoding="utf-8") as file:
         os.fchmod(fd, mode)
         file.write(text)
+
+
+def _refused(what: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        what,
+        where=str(path),
+        expected="a folder that this user may write to",
+        actual=error.strerror or str(error),
+        hint="Name another one with --folder.",
+    )
 
 
 def _exists(path: Path) -> ConfigError:
