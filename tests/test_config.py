@@ -79,7 +79,11 @@ def test_a_wrong_backend_option_is_named() -> None:
 @pytest.mark.parametrize(
     ("data", "where", "expected"),
     [
-        ({}, "$.role", ""),
+        ({}, "$.role", "decode or prefill"),
+        ({**P, "pools": {"device": "gpu"}}, "$.pools.device", "cpu, cuda or cuda:N"),
+        ({**P, "network": {"ports": "8-"}}, "$.network.ports", "LOW-HIGH"),
+        ({**P, "network": {"devices": ["a b"]}}, "$.network.devices[0]", "eth0"),
+        ({**P, "instance_id": "-"}, "$.instance_id", "the first a letter or a digit"),
         ({"role": "prefil"}, "$.role", "decode | prefill"),
         ({**P, "network": {"http_port": 70_000}}, "$.network.http_port", "int <= 65535"),
         ({**P, "network": {"devices": ["a", 1]}}, "$.network.devices[1]", "str"),

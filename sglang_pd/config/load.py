@@ -146,13 +146,16 @@ def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type, root: s
     at: Any = data
     for key in re.findall(r"\.([A-Za-z_][A-Za-z0-9_]*)|\[(\d+)\]", where):
         at, info = _step(at, info, key[0] or int(key[1]))
+    if "missing required field" in message:
+        key = message.split("`")[1]
+        expected = " or ".join(_choices(_step(at, info, key)[1]))
+        return ConfigError("a key is missing", where=f"{root}{where[1:]}.{key}", expected=expected, actual="nothing")
     expected, hint = "", ""
     if found := re.match(r"Expected (.*?)(, got .*)?$", message):
         message, expected = "not acceptable", found[1].replace("`", "")
-    elif "missing required field" in message:
-        message, where = "a key is missing", f"{where}.{message.split('`')[1]}"
-    known = [str(v) for m, _ in _members(info) if isinstance(m, mi.LiteralType) for v in m.values]
-    if known:
+    if "matching regex" in expected:
+        expected = _form(info) or expected
+    if known := _choices(info):
         message, expected = "no such value", " | ".join(known)
         close = difflib.get_close_matches(str(at), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else ""
@@ -161,6 +164,20 @@ def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type, root: s
     actual = "..." if where.endswith("bearer_token") else repr(at)[:200]
     where = root + where[1:]
     return ConfigError(message.replace("`", "'"), where=where, expected=expected, actual=actual, hint=hint)
+
+
+def _choices(info: mi.Type) -> list[str]:
+    """The words that may stand there, where they are numbered."""
+    return [str(v) for m, _ in _members(info) if isinstance(m, mi.LiteralType) for v in m.values]
+
+
+def _form(info: mi.Type) -> str:
+    """What a text has to look like, in words: a pattern says it to machines."""
+    while isinstance(info, mi.Metadata):
+        if form := (info.extra or {}).get("form"):
+            return str(form)
+        info = info.type
+    return next(filter(None, map(_form, info.types)), "") if isinstance(info, mi.UnionType) else ""
 
 
 def _step(at: Any, info: mi.Type, key: str | int) -> tuple[Any, mi.Type]:

@@ -16,6 +16,11 @@ from sglang_pd.config.address import Address, is_wildcard, parse_host
 
 BYTES: dict[str, Any] = {"unit": "bytes"}
 """Marks a field of bytes: `load.py` then also takes text with a unit."""
+NAME_FORM: dict[str, Any] = {"form": "letters, digits and _ . : @ -, the first a letter or a digit"}
+DEVICE_FORM: dict[str, Any] = {"form": "cpu, cuda or cuda:N"}
+PORTS_FORM: dict[str, Any] = {"form": "LOW-HIGH"}
+NIC_FORM: dict[str, Any] = {"form": "a device's name, as eth0 or mlx5_0:1"}
+"""What a field's pattern means: `load.py` says it instead of the pattern."""
 
 DEFAULT_BOOTSTRAP_PORT = {"prefill": 8998, "decode": 8999}
 DEFAULT_HTTP_PORT = {"prefill": 30000, "decode": 30001}
@@ -26,7 +31,8 @@ Bytes = Annotated[int, Meta(ge=1, le=2**52, extra=BYTES)]
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=2**40)]
-Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]*$", extra=NAME_FORM)]
+Nic = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$", extra=NIC_FORM)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -74,7 +80,7 @@ class PoolsSection(Section, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     page_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 16
     interleave: Annotated[int, Meta(ge=1, le=65_536)] = 1
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:(0|[1-9]\d{0,3}))?)$")] = "cpu"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:(0|[1-9]\d{0,3}))?)$", extra=DEVICE_FORM)] = "cpu"
     host_kinds: tuple[str, ...] = ()
     order: Literal["low", "high", "random"] = "low"
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -101,8 +107,8 @@ class NetworkSection(Section, frozen=True):
     advertise: str = ""
     bootstrap_port: Port | None = None
     http_port: Port | None = None
-    ports: Annotated[str, Meta(pattern=r"^(\d{1,5}-\d{1,5})?$")] = ""
-    devices: tuple[Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")], ...] = ()
+    ports: Annotated[str, Meta(pattern=r"^(\d{1,5}-\d{1,5})?$", extra=PORTS_FORM)] = ""
+    devices: tuple[Nic, ...] = ()
     gid_index: Annotated[int, Meta(ge=0, le=255)] | None = None
     traffic_class: Annotated[int, Meta(ge=0, le=255)] | None = None
     mtu: Literal[256, 512, 1024, 2048, 4096] | None = None
