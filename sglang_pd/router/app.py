@@ -221,6 +221,16 @@ def _guarded(
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     text = f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}"
+    facts = {"where": request.url.path[:200]}
+    headers = dict(getattr(error, "headers", None) or {})
+    if status == 404:
+        facts["expected"] = " ".join(route.path for route in request.app.routes)
+    if "Allow" in headers:
+        facts |= {"expected": " or ".join(_methods(headers["Allow"])), "actual": request.method[:32]}
     code = "path_unknown" if status == 404 else "request_rejected"
-    failure = Failure(code=code, message=text, status=status, retryable=False)
-    return Response(failure.json(), status, media_type="application/json")
+    failure = Failure(code=code, message=text, status=status, retryable=False, facts=facts)
+    return Response(failure.json(), status, headers, media_type="application/json")
+
+
+def _methods(allow: str) -> list[str]:
+    return sorted({method.strip() for method in allow.split(",")} - {"HEAD"})

@@ -14,6 +14,7 @@ from sglang_pd.protocol.errors import RoomError
 from sglang_pd.server import generate, openai, status
 from sglang_pd.server.asgi import Guard
 from sglang_pd.server.batch import Worker
+from sglang_pd.server.errors import Failure
 from sglang_pd.server.tokenizer import tokenizer_of
 from sglang_pd.worker.service import WorkerService
 
@@ -43,7 +44,7 @@ def build_app(service: WorkerService) -> ASGIApp:
     config = service.config
     tokenizer = tokenizer_of(config.engine.options, service.parts.facts)
     worker = Worker(service, tokenizer, model_name(service))
-    routes = [Route(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
+    routes = [MethodRoute(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
     return Guard(
         Router(routes, default=_nowhere),
         leg=worker.leg,
@@ -63,6 +64,25 @@ def model_name(service: WorkerService) -> str:
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
     known = " ".join(path for path, _, _ in ROUTES)
     raise RoomError("no such path", code="path_unknown", where=str(scope.get("path", ""))[:200], expected=known)
+
+
+class MethodRoute(Route):
+    """A route whose refusal of a method is an error of ours; starlette's is plain text."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI, once the path is this one."""
+        methods = sorted(self.methods or ())
+        if scope["method"] not in methods:
+            expected = [method for method in methods if method != "HEAD"]
+            error = RoomError(
+                "the path does not have this method",
+                code="request_rejected",
+                where=str(scope["path"]),
+                expected=" or ".join(expected),
+                actual=str(scope["method"])[:32],
+            )
+            raise Failure(error, allow=", ".join(methods))
+        await super().handle(scope, receive, send)
 
 
 def _bound(answer: Answer, worker: Worker) -> Callable[[Request], Awaitable[Response]]:

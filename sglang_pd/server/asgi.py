@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_pd.protocol.errors import PdError, RoomError
@@ -142,9 +142,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if self._token and scope["path"] not in OPEN_PATHS and not self._may(scope):
-            error = {"type": "authentication_error", "code": "unauthorized", "message": "a bearer token is needed"}
-            body = {"error": {**error, "param": "authorization", "leg": self._leg, "room": None, "retryable": False}}
-            await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+            error = RoomError(
+                "a bearer token is needed", code="unauthorized", where="authorization", expected="Bearer TOKEN"
+            )
+            await Failure(error).response(self._leg)(scope, receive, send)
             return
         started = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
@@ -166,7 +167,23 @@ def convert(data: Mapping[str, Any], schema: type[AnyBody], *, where: str) -> An
         return msgspec.convert({key: value for key, value in data.items() if key in known}, schema)
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
-        raise _rejected(text, where + place.rstrip("`")) from None
+        place = place.rstrip("`")
+        wanted = re.fullmatch(r"Expected (.*?)(, got .*)?", text)
+        if wanted is None:
+            raise _rejected(text.replace("`", "'"), where + place) from None
+        raise _rejected(
+            "not acceptable", where + place, expected=wanted[1].replace("`", ""), actual=_found(data, place)
+        ) from None
+
+
+def _found(data: Any, place: str) -> str:
+    """What stands at a path of the body, as its client wrote it."""
+    for key, number in re.findall(r"\.([^.\[]+)|\[(\d+)\]", place):
+        if isinstance(data, Mapping):
+            data = data.get(key)
+        elif isinstance(data, list) and number and int(number) < len(data):
+            data = data[int(number)]
+    return msgspec.json.encode(data).decode()[:80]
 
 
 def _check_unknown(key: str, value: Any, known: set[str], where: str) -> None:

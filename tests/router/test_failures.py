@@ -21,7 +21,8 @@ from sglang_pd.worker.http_terms import CANCELLABLE
 
 NO_RETRY: dict[str, Any] = {"retries": 0}
 BROKEN = {"error": {"code": "transfer_failed", "message": "the cable is out", "retryable": True}}
-TOO_LONG = {"error": {"code": "prompt_too_long", "message": "never fits", "retryable": False, "where": "prompt"}}
+FACTS = {"where": "prompt", "expected": "at most 9 tokens", "actual": "10 tokens", "hint": "shorten it"}
+TOO_LONG = {"error": {"code": "prompt_too_long", "message": "never fits", "retryable": False, **FACTS}}
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -144,7 +145,8 @@ def test_a_client_error_is_passed_on_and_not_tried_again(name: str) -> None:
             answer = await c.generate()
             error = error_of(answer)
             assert answer.status_code == 400 and error["code"] == "prompt_too_long" and not error["retryable"]
-            assert error["type"] == "invalid_request_error" and error["where"] == "prompt" and error["leg"] == name
+            assert error["type"] == "invalid_request_error" and error["leg"] == name
+            assert {name: error[name] for name in FACTS} == FACTS
             assert len(failing.asked) == 1
             await other.settle()
 

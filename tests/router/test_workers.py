@@ -422,7 +422,9 @@ def test_views() -> None:
             assert (await c.client.get("/health_generate")).status_code == 200
             missing = await c.client.get("/nothing")
             assert missing.status_code == 404 and missing.json()["error"]["code"] == "path_unknown"
-            assert (await c.client.get("/generate")).status_code == 405
+            assert "/generate" in missing.json()["error"]["expected"].split()
+            method = await c.client.get("/generate")
+            assert method.status_code == 405 and method.json()["error"]["expected"] == "POST"
             await c.kill(c.prefill)
             answer = await c.client.post("/flush_cache")
             assert answer.status_code == 502 and not answer.json()["success"]

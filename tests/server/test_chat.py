@@ -66,4 +66,4 @@ def test_a_stream_says_its_role_once_and_adds_up(chatty: Pair) -> None:
 def test_only_text_is_understood(chatty: Pair) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "x"}}]
     for response in chatty.post("/v1/chat/completions", body(messages=[{"role": "user", "content": parts}])):
-        assert response.status_code == 400 and "image_url" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "image_url" in response.json()["error"]["actual"]

@@ -17,7 +17,8 @@ GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"type", "code", "message", "param", "leg", "room", "retryable"}
+    known = {"type", "code", "message", "param", "leg", "room", "retryable"}
+    assert known <= set(error) <= known | {"where", "expected", "actual", "hint", "details"}
     return error
 
 
@@ -53,7 +54,7 @@ def test_a_request_for_another_incarnation_is_refused(pair: Pair) -> None:
             answer = pair.get(leg, path, "POST", **{"x-sglang-pd-epoch": other})
             error = error_of(answer)
             assert (answer.status_code, error["code"], error["retryable"]) == (409, "epoch_stale", True)
-            assert epoch in error["message"] and other in error["message"]
+            assert error["expected"] == epoch and error["actual"] == other
             assert answer.headers["x-sglang-pd-epoch"] == epoch
         meant = {"x-sglang-pd-epoch": epoch.upper()}
         assert pair.get(leg, "/health", **meant).status_code == 200
@@ -116,7 +117,7 @@ def test_a_request_that_can_never_fit_names_the_limit(pair: Pair) -> None:
         for leg, response in (("prefill", prefill), ("decode", decode)):
             error = error_of(response)
             assert response.status_code == 400 and error["code"] == "prompt_too_long" and not error["retryable"]
-            assert "at most 1024 tokens" in error["message"] and error["leg"] == leg
+            assert "at most 1024 tokens" in error["expected"] and error["leg"] == leg and error["actual"]
     assert pair.settled()
 
 
@@ -137,10 +138,23 @@ def test_no_room_no_path_no_method(pair: Pair) -> None:
             ]
 
     no_room, nowhere, method, garbage = pair.ask(plain())
-    assert no_room.status_code == 400 and "bootstrap_room" in error_of(no_room)["message"]
-    assert nowhere.status_code == 404 and "/generate" in error_of(nowhere)["message"]
+    assert no_room.status_code == 400 and "bootstrap_room" in error_of(no_room)["where"]
+    assert nowhere.status_code == 404 and "/generate" in error_of(nowhere)["expected"]
     assert error_of(nowhere)["code"] == "path_unknown"
     assert method.status_code == 405 and garbage.status_code == 400
+    refused = error_of(method)
+    assert refused["code"] == "request_rejected" and refused["expected"] == "POST or PUT" and refused["actual"] == "GET"
+    assert refused["where"] == "/generate" and method.headers["allow"] == "POST, PUT"
+
+
+def test_a_number_that_is_out_of_range_is_told_back(pair: Pair) -> None:
+    for response in pair.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": -8}}):
+        error = error_of(response)
+        assert response.status_code == 400 and error["where"].endswith("sampling_params.max_new_tokens")
+        assert error["expected"] == "int >= 1" and error["actual"] == "-8"
+    for response in pair.post("/generate", {"input_ids": [5], "rid": ["a", {"b": 1}]}):
+        error = error_of(response)
+        assert error["where"] == "body.rid[1]" and error["expected"] == "str" and error["actual"] == '{"b":1}'
 
 
 def test_a_body_has_a_bound(pair: Pair) -> None:
@@ -190,7 +204,7 @@ def test_a_decode_that_is_too_small_tells_its_prefill(pair: Pair) -> None:
         for response in (prefill, decode):
             error = error_of(response)
             assert (
-                response.status_code == 400 and error["code"] == "prompt_too_long" and "pools 128" in error["message"]
+                response.status_code == 400 and error["code"] == "prompt_too_long" and "pools 128" in error["expected"]
             )
         assert small.settled()
         assert small.post("/generate", {"input_ids": [5] * 100, "sampling_params": GREEDY})[1].status_code == 200
@@ -199,7 +213,7 @@ def test_a_decode_that_is_too_small_tells_its_prefill(pair: Pair) -> None:
 def test_a_limit_of_the_configuration_is_named() -> None:
     with pair_of(decode=document("decode", limits={"max_prompt_tokens": 50})) as limited:
         _, decode = limited.post("/generate", {"input_ids": [5] * 51, "sampling_params": GREEDY})
-        assert decode.status_code == 400 and "limits.max_prompt_tokens" in error_of(decode)["message"]
+        assert decode.status_code == 400 and "limits.max_prompt_tokens" in str(error_of(decode))
         long_answer = {**GREEDY, "max_new_tokens": 60}
         assert limited.post("/generate", {"input_ids": [5], "sampling_params": long_answer})[1].status_code == 200
 
