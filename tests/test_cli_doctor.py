@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from sglang_pd.cli import machine
 from sglang_pd.cli.app import EXIT_NO, EXIT_USAGE, run
 from sglang_pd.cli.machine import cannot_listen, in_range
 from sglang_pd.cli.probe import probe_backend
+from sglang_pd.config import load_worker, require_nics
 from sglang_pd.config.address import Address
 from sglang_pd.config.network import BackendSettings
+from sglang_pd.protocol.errors import ConfigError, PdError
+from sglang_pd.worker.service import WorkerService
 
 Capture = pytest.CaptureFixture[str]
 FREE = ["--set", "network.bootstrap_port=0", "--set", "network.http_port=0"]
@@ -68,7 +73,9 @@ def test_a_taken_port_is_named_with_its_key(config: str, taken: int, capsys: Cap
 def test_an_address_of_another_host_is_named(config: str, capsys: Capture) -> None:
     sets = ["--set", "network.bind=192.0.2.1", "--set", "security.insecure=true", "--no-probe"]
     code, document = examined(capsys, "--config", config, *sets)
-    assert code == EXIT_NO and "not an address of this host" in document["by_name"]["network.http_port"]["found"]
+    finding = document["by_name"]["network.http_port"]
+    assert code == EXIT_NO and "not an address of this host" in finding["found"]
+    assert "network.bind" in finding["expected"] and "network.bind" in finding["hint"] and "Stop" not in finding["hint"]
     assert any("insecure" in f["found"] for f in document["findings"] if f["name"] == "caution")
     assert "does not resolve" in cannot_listen(Address("no-such-host.invalid", 1))
 
@@ -136,6 +143,43 @@ def test_ranges(version: str, wanted: str, inside: bool) -> None:
     assert in_range(version, wanted) is inside
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("topology.tp=2", "$.topology"),
+        ("engine.options.foo=1", "$.engine.options.foo"),
+        ("engine.name=transformers", "$.engine.options"),
+        ("pools.memory_bytes=1KiB", "$.pools.memory_bytes"),
+        ("pools.memory_bytes=900TiB", "local"),
+        ("network.devices=[nosuch0:1]", "$.network.devices[0]"),
+    ],
+)
+def test_what_a_start_refuses_is_no_health(key: str, name: str, config: str, capsys: Capture) -> None:
+    sets = ["--set", key, *FREE, *(["--set", "backend.name=nixl"] if "devices" in key else [])]
+    code, document = examined(capsys, "--config", config, *sets)
+    bad = [f for f in document["findings"] if f["level"] == "bad"]
+    assert code == EXIT_NO and [f["name"] for f in bad] == [name]
+    assert bad[0]["expected"] and bad[0]["found"].startswith("[")
+    if name == "local":
+        assert "memory_refused" in bad[0]["found"] and "pools.memory_bytes" in bad[0]["hint"]
+        return
+    with pytest.raises(PdError) as refused:
+        WorkerService(load_worker(config, sets=sets[1::2]))
+    assert refused.value.where == name and f"[{refused.value.code}] {refused.value.message}" in bad[0]["found"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
+def test_pools_on_a_gpu_need_one(config: str, capsys: Capture) -> None:
+    code, document = examined(capsys, "--config", config, "--set", "pools.device=cuda", *FREE)
+    assert code == EXIT_NO and document["by_name"]["NVIDIA GPUs"]["level"] == "bad"
+    assert document["by_name"]["$.pools.device"]["level"] == "bad"
+
+
+def test_the_probe_has_the_memory_of_the_pools() -> None:
+    said = probe_backend(BackendSettings("local", {}), {}, [(4096, "cpu"), (4096, "cuda:77")])
+    assert said.error is not None and "cuda" in str(msgspec.to_builtins(said.error))
+
+
 def test_a_backend_that_cannot_start_says_why(config: str, capsys: Capture) -> None:
     code, document = examined(capsys, "--config", config, "--set", "backend.name=mori", *FREE)
     finding = document["by_name"]["mori"]
@@ -159,3 +203,17 @@ def test_a_library_that_kills_its_process_is_reported(monkeypatch: pytest.Monkey
 def test_overrides_need_a_configuration(capsys: Capture) -> None:
     assert run(["doctor", "--set", "network.mtu=1024"]) == EXIT_USAGE
     assert "--config" in capsys.readouterr().err
+
+
+def test_network_devices_must_exist(tmp_path: Path) -> None:
+    def require(*names: str) -> None:
+        data = {"role": "prefill", "backend": {"name": "nixl"}, "network": {"devices": names}}
+        require_nics(load_worker(data), tmp_path)
+
+    require("eth9")  # without sysfs nobody knows
+    for place in ("net/eth0", "net/lo", "infiniband/mlx5_0"):
+        (tmp_path / place).mkdir(parents=True)
+    require("eth0", "mlx5_0:1", "all")
+    with pytest.raises(ConfigError) as refused:
+        require("eth0", "mlx5_9:1")
+    assert refused.value.where == "$.network.devices[1]" and refused.value.expected == "eth0 | lo | mlx5_0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Annotated
 
 import typer
@@ -17,8 +17,11 @@ from sglang_pd.cli.probe import probe_backend
 from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, cautions, load_worker
 from sglang_pd.config.network import BackendSettings
 from sglang_pd.protocol.errors import ConfigError, PdError
+from sglang_pd.worker.instances import Planned, plan_instance
+from sglang_pd.worker.service import on_own_device, prepare
 
 COLUMNS = ("", "area", "what", "found", "expected", "do")
+MEMORY_HINT = "How much it is: pools.memory_bytes, pools.tokens, pools.rows; see `sglang-pd explain`."
 SIGNS = {"ok": "ok", "info": "-", "warn": "WARN", "bad": "BAD"}
 
 ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The worker that is to run here.")]
@@ -55,7 +58,7 @@ def examine(worker: WorkerConfig | None, *, probe: bool) -> Iterator[Finding]:
         extras = _extras(worker)
     yield from machine.system()
     yield from machine.libraries(extras)
-    yield from machine.devices()
+    yield from machine.devices(needs_gpu=worker is not None and worker.pools.device != "cpu")
     yield from machine.limits()
     yield from machine.settings(os.environ)
     if worker is not None:
@@ -63,10 +66,11 @@ def examine(worker: WorkerConfig | None, *, probe: bool) -> Iterator[Finding]:
         yield from machine.keys(worker)
         yield from (Finding(area="security", name="caution", level="warn", found=text) for text in cautions(worker))
         yield from _environment(backend_settings(worker))
-    if not probe:
+        refused, planned = yield from _start(worker)
+        if probe and not refused:  # a library without its device says what points elsewhere
+            yield _backend(backend_settings(worker), required=True, planned=planned)
         return
-    if worker is not None:
-        yield _backend(backend_settings(worker), required=True)
+    if not probe:
         return
     for name in BACKENDS:
         data = {"role": "prefill", "backend": {"name": name}, "security": {"insecure_data_plane": True}}
@@ -79,6 +83,36 @@ def _extras(worker: WorkerConfig) -> frozenset[str]:
     if worker.backend.name != "mooncake":  # two builds, either will do: the probe tells
         found.add(worker.backend.name)
     return frozenset(found | ({"cuda"} if worker.pools.device != "cpu" else set()))
+
+
+def _start(worker: WorkerConfig) -> Generator[Finding, None, tuple[bool, Planned | None]]:
+    """What a worker checks before it makes anything: whether it refuses, and its memory, where it could be planned."""
+    refused = False
+    try:
+        # The environment is judged apart: here it is as the command line makes it.
+        prepare(worker, {**os.environ, **backend_settings(worker).environment})
+    except PdError as error:
+        refused = True
+        yield _refused(error)
+    try:
+        planned = plan_instance(on_own_device(worker))
+    except PdError as error:
+        yield _refused(error)
+        return refused, None
+    used = ", ".join(f"{nbytes:,} bytes on {device}" for device, nbytes in sorted(planned.budget.used_bytes.items()))
+    yield Finding(area="start", name="pools", level="info", found=used)
+    return refused, planned
+
+
+def _refused(error: PdError) -> Finding:
+    return Finding(
+        area="start",
+        name=error.where,
+        level="bad",
+        found=f"[{error.code}] {error.message}" + (f" (got {error.actual})" if error.actual != "" else ""),
+        expected=str(error.expected),
+        hint=error.hint,
+    )
 
 
 def _environment(settings: BackendSettings) -> Iterator[Finding]:
@@ -100,8 +134,10 @@ def _environment(settings: BackendSettings) -> Iterator[Finding]:
         yield Finding(area="environment", name=name, level="info", found=said)
 
 
-def _backend(settings: BackendSettings, *, required: bool) -> Finding:
-    answer = probe_backend(settings, os.environ)
+def _backend(settings: BackendSettings, *, required: bool, planned: Planned | None = None) -> Finding:
+    """Whether the backend starts, and can have the memory that the worker will ask it for."""
+    pieces = [(segment.nbytes, segment.device) for segment in planned.layouts[0].segments] if planned else []
+    answer = probe_backend(settings, os.environ, pieces)
     if answer.error is not None:
         e = answer.error
         found = f"[{e.code}] {e.where}: {e.message}" + (f" (got {e.actual})" if e.actual else "")
@@ -111,7 +147,7 @@ def _backend(settings: BackendSettings, *, required: bool) -> Finding:
             level="bad" if required else "info",
             found=found,
             expected=e.expected,
-            hint=e.hint,
+            hint=e.hint or (MEMORY_HINT if e.code == "memory_refused" else ""),
         )
     can = answer.capabilities
     memory = "host and device memory" if can is not None and can.device_memory else "host memory"

@@ -23,6 +23,7 @@ from sglang_pd.protocol.errors import ConfigError
 
 Level = Literal["ok", "info", "warn", "bad"]
 PREFIXES = ("UCX_", "NIXL_", "MC_", "MORI_", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+TAKEN = "taken by another process"
 MIN_FILES = 4096
 MIN_KERNEL = (5, 3)
 
@@ -128,7 +129,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
-def devices() -> Iterator[Finding]:
+def devices(*, needs_gpu: bool = False) -> Iterator[Finding]:
     """GPUs and RDMA devices, as the system shows them; no driver is touched."""
     folder = Path("/dev")
     nvidia = sorted(p.name for p in folder.glob("nvidia[0-9]*")) if folder.is_dir() else []
@@ -136,7 +137,15 @@ def devices() -> Iterator[Finding]:
     rdma_folder = Path("/sys/class/infiniband")
     rdma = sorted(p.name for p in rdma_folder.iterdir()) if rdma_folder.is_dir() else []
     for name, found in (("NVIDIA GPUs", nvidia), ("AMD GPUs", amd), ("RDMA devices", rdma)):
-        yield Finding(area="device", name=name, level="info", found=" ".join(found) or "none")
+        missing = name == "NVIDIA GPUs" and needs_gpu and not nvidia and not amd
+        yield Finding(
+            area="device",
+            name=name,
+            level="bad" if missing else "info",
+            found=" ".join(found) or "none",
+            expected="one, for pools.device" if missing else "",
+            hint="In a container: --gpus all. Or set pools.device to cpu." if missing else "",
+        )
 
 
 def limits() -> Iterator[Finding]:
@@ -188,13 +197,17 @@ def ports(config: WorkerConfig) -> Iterator[Finding]:
     """Whether the worker can listen where its configuration says."""
     for key, address in (("bootstrap_port", config.bootstrap_address), ("http_port", config.http_address)):
         why = cannot_listen(address)
+        hint = f"Stop what listens there, or set network.{key} (0: any free port)." if why else ""
+        expected = "free"
+        if why and why != TAKEN:
+            expected, hint = "network.bind: an address of this host", "Set network.bind to one that `ip addr` shows."
         yield Finding(
             area="port",
             name=f"network.{key}",
             level="bad" if why else "ok",
             found=f"{address}: {why or 'free'}",
-            expected="free",
-            hint=f"Stop what listens there, or set network.{key} (0: any free port)." if why else "",
+            expected=expected,
+            hint=hint,
         )
     low, high = config.network.port_range or (0, -1)
     taken = [port for port in range(low, high + 1) if cannot_listen(Address(config.bind.host, port))]
@@ -223,7 +236,7 @@ def cannot_listen(address: Address) -> str:
                 probe.listen(1)
             except OSError as error:
                 known = {
-                    errno.EADDRINUSE: "taken by another process",
+                    errno.EADDRINUSE: TAKEN,
                     errno.EADDRNOTAVAIL: "not an address of this host",
                 }
                 return known.get(error.errno or 0, error.strerror or str(error))

@@ -10,7 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,19 +18,23 @@ import msgspec
 from sglang_pd.backends.base import Capabilities
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.config.network import BackendSettings
+from sglang_pd.memory.scope import Scope
 from sglang_pd.protocol.errors import BackendUnavailable, ErrorInfo, PdError
 
 MARK = "@sglang-pd-probe "
 TIMEOUT_S = 60.0
+REGISTERED_PER_S = 2**30
+"""Bytes that the slowest transport pins in a second, with room to spare."""
 MAX_WORDS = 400
 """Most characters that are shown of what a library said."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The backend to create. Its environment is the child's own."""
+    """The backend to create. Its environment is the child's own. memory: (bytes, device) of what it is to register."""
 
     name: str
     options: dict[str, Any]
+    memory: list[tuple[int, str]] = []
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -40,9 +44,16 @@ class Answer(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-def probe_backend(settings: BackendSettings, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Answer:
-    """Create the backend in a child with `environ` and what the settings add to it. Never raises."""
-    request = msgspec.json.encode(Request(settings.name, dict(settings.options)))
+def probe_backend(
+    settings: BackendSettings,
+    environ: Mapping[str, str],
+    memory: Sequence[tuple[int, str]] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> Answer:
+    """Create the backend in a child with `environ` and what the settings add to it, and register `memory`: (bytes,
+    device) of each piece. Never raises."""
+    request = msgspec.json.encode(Request(settings.name, dict(settings.options), list(memory)))
+    timeout_s += sum(nbytes for nbytes, _ in memory) / REGISTERED_PER_S
     environment = {**settings.defaults, **environ, **settings.environment}
     try:
         child = subprocess.Popen(
@@ -77,6 +88,11 @@ def _unavailable(name: str, why: str) -> Answer:
 def _answer(request: Request) -> Answer:
     try:
         with create_backend(request.name, epoch=secrets.randbits(64), options=request.options) as backend:
+            scope = Scope(backend)
+            for nbytes, device in request.memory:
+                scope.allocate(nbytes, device)
+            if request.memory:
+                scope.register()
             return Answer(capabilities=backend.capabilities)
     except PdError as error:
         return Answer(error=error.info())

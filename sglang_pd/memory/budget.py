@@ -114,9 +114,9 @@ def plan_budget(
         for where, nbytes in _device_bytes(layout).items():
             if memory_bytes.get(where, 0) < nbytes:
                 raise ConfigError(
-                    "the memory budget does not hold the smallest pools", where=f"memory on {where}, {layout.rank}",
-                    expected=f"at least {nbytes} bytes", actual=memory_bytes.get(where, 0),
-                    hint="\n".join(f"{x.kind}: {x.nbytes} bytes" for x in lines_of(layout)),
+                    "the memory budget does not hold the smallest pools", where="$.pools.memory_bytes",
+                    expected=f"at least {nbytes} bytes on {where} for {layout.rank}", actual=memory_bytes.get(where, 0),
+                    hint="It takes " + ", ".join(f"{x.kind} {x.nbytes}" for x in lines_of(layout)) + ".",
                 )  # fmt: skip
     pages = 1
     if "tokens" in state.roots:

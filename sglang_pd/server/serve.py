@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import signal
@@ -42,11 +43,12 @@ def listen(address: Address) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        taken = error.errno != errno.EADDRNOTAVAIL
         raise ConfigError(
             f"cannot listen: {error.strerror}",
-            where="$.network.http_port",
-            expected="a free port, or 0 for any",
-            actual=str(address),
+            where="$.network.http_port" if taken else "$.network.bind",
+            expected="a free port, or 0 for any" if taken else "an address of this host, as `ip addr` shows them",
+            actual=str(address) if taken else host,
         ) from None
     return listener
 

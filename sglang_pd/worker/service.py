@@ -19,7 +19,14 @@ import msgspec
 
 from sglang_pd.backends.base import Backend
 from sglang_pd.backends.registry import create_backend
-from sglang_pd.config import WorkerConfig, backend_settings, load_keys, missing_environment, topology_of
+from sglang_pd.config import (
+    WorkerConfig,
+    backend_settings,
+    load_keys,
+    missing_environment,
+    require_nics,
+    topology_of,
+)
 from sglang_pd.config.network import BackendSettings
 from sglang_pd.engines.devices import require_device
 from sglang_pd.engines.registry import create_engine
@@ -244,7 +251,8 @@ def prepare(config: WorkerConfig, environ: Mapping[str, str]) -> tuple[WorkerCon
     backend as they will be made. Raises as `WorkerService`."""
     _require_one_rank(config)
     require_device(config.pools.device, where="$.pools.device")
-    config = _on_own_device(config)
+    require_nics(config)
+    config = on_own_device(config)
     settings = backend_settings(config)
     _require_environment(settings, environ)
     return config, settings
@@ -262,7 +270,7 @@ def _require_one_rank(config: WorkerConfig) -> None:
         )
 
 
-def _on_own_device(config: WorkerConfig) -> WorkerConfig:
+def on_own_device(config: WorkerConfig) -> WorkerConfig:
     """`cuda` is the rank's own device, and this process has one rank."""
     if config.pools.device != "cuda":
         return config

@@ -14,9 +14,11 @@ import pytest
 from support.serving import Oracle, Pair, document, pair_of
 
 from sglang_pd.cli.app import run
+from sglang_pd.config import Address
 from sglang_pd.observe import ask
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.messages import RoomOpen
+from sglang_pd.server.serve import listen
 from sglang_pd.worker.service import WorkerService
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -222,3 +224,9 @@ def test_two_workers_on_any_port_have_names_of_their_own(pair: Pair) -> None:
     with pair_of() as other:
         names = {service.name for one in (pair, other) for service in (one.prefill, one.decode)}
     assert len(names) == 4
+
+
+def test_an_address_of_another_host_is_named_by_its_key() -> None:
+    with pytest.raises(ConfigError) as refused:
+        listen(Address("192.0.2.1", 0))
+    assert refused.value.where == "$.network.bind" and "address of this host" in str(refused.value.expected)
