@@ -116,7 +116,23 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "details", details)
 
     def __str__(self) -> str:
-        return f"[{self.code}] {self.message}"
+        return _sentence(self)
+
+
+def _sentence(error: ErrorInfo | PdError) -> str:
+    """An error in one line, the same whether it was raised here or travelled: `[code] where: message (facts). hint`."""
+    parts = [f"[{error.code}] "]
+    if error.where:
+        parts.append(f"{error.where}: ")
+    parts.append(error.message)
+    facts = [f"{name} {value}" for name, value in (("expected", error.expected), ("got", error.actual)) if value != ""]
+    if facts:
+        parts.append(f" ({', '.join(facts)})")
+    if error.details:
+        parts.append(" {" + ", ".join(f"{k}={v}" for k, v in error.details.items()) + "}")
+    if error.hint:
+        parts.append(f". {error.hint}")
+    return "".join(parts)
 
 
 class PdError(Exception):
@@ -150,7 +166,7 @@ class PdError(Exception):
         self.actual = actual
         self.hint = hint
         self.details = details
-        super().__init__(self._text())
+        super().__init__(_sentence(self))
 
     @property
     def http_status(self) -> int:
@@ -161,22 +177,6 @@ class PdError(Exception):
     def retryable(self) -> bool:
         """True where the same request in a new room may succeed."""
         return CODES[self.code].retryable
-
-    def _text(self) -> str:
-        parts = [f"[{self.code}] "]
-        if self.where:
-            parts.append(f"{self.where}: ")
-        parts.append(self.message)
-        facts = [
-            f"{name} {value}" for name, value in (("expected", self.expected), ("got", self.actual)) if value != ""
-        ]
-        if facts:
-            parts.append(f" ({', '.join(facts)})")
-        if self.details:
-            parts.append(" {" + ", ".join(f"{k}={v}" for k, v in self.details.items()) + "}")
-        if self.hint:
-            parts.append(f". {self.hint}")
-        return "".join(parts)
 
     def info(self) -> ErrorInfo:
         """The error in its wire form; texts are cut at `MAX_TEXT` characters."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sglang_pd.protocol import codec
@@ -26,3 +28,18 @@ def test_half_a_surrogate_pair_does_not_keep_an_error_from_leaving() -> None:
         received = codec.decode(codec.encode(Abort(room=1, generation=1, error=info), epoch=1)).message
         assert isinstance(received, Abort)
         assert received.error == info and received.error.message == "no file \\udcff, caf\u00e9"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"where": "room 7"},
+        {"where": "prompt", "expected": "at most 9", "actual": 10, "hint": "Shorten it.", "leg": "decode"},
+        {"actual": 0},
+    ],
+)
+def test_an_error_reads_the_same_here_and_after_its_journey(facts: dict[str, Any]) -> None:
+    raised = PdError("the request can never fit", code="prompt_too_long", **facts)
+    assert str(raised.info()) == str(raised) == str(from_info(raised.info()))
+    assert all(str(value) in str(raised) for value in facts.values())
