@@ -7,7 +7,7 @@ item's rows contiguous, items at one stride.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +95,10 @@ def adopt_rank(
     if wanted != set(buffers):
         raise ManifestError(
             "tensors and regions do not match", where=f"rank {rank}",
-            expected=f"missing {sorted(wanted - set(buffers))[:8]}",
-            actual=f"extra {sorted(set(buffers) - wanted)[:8]}",
+            expected=f"one tensor for each of its {len(wanted)} regions, and no other",
+            actual=f"{len(buffers)} tensors; missing: {_named(wanted - set(buffers))}; "
+            f"too many: {_named(set(buffers) - wanted)}",
+            hint="Regions are named kind/layer/part.",
         )  # fmt: skip
     strides = {shape.key: item_stride(shape, buffers[shape.key]) for shape in shapes}
     bases: dict[tuple[int, int, str], str] = {}
@@ -122,6 +124,12 @@ def adopt_rank(
         segments,
         {shape.key: shape.view for shape in shapes},
     )
+
+
+def _named(keys: Set[RegionKey]) -> str:
+    """Some keys as errors name regions."""
+    shown = ["/".join(map(str, key)) for key in sorted(keys, key=str)]
+    return " ".join(shown[:8]) + " ..." * (len(shown) > 8) or "none"
 
 
 def item_stride(shape: Shape, buffer: Buffer) -> int:

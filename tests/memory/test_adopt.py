@@ -141,5 +141,8 @@ def test_tensors_and_regions_must_match(change: str) -> None:
         del buffers["KV", 1, "v"]
     else:
         buffers["KV", 2, "k"] = buffers["KV", 1, "k"]
-    with pytest.raises(ManifestError, match="KV"):
+    with pytest.raises(ManifestError) as caught:
         adopt_rank(Scope(StubBackend()), TWO_LAYERS, SIZE, ALONE, buffers)
+    assert str(caught.value.expected).startswith("one tensor for each of its 4 regions")
+    wrong = "missing: KV/1/v; too many: none" if change == "missing" else "missing: none; too many: KV/2/k"
+    assert caught.value.actual == f"{len(buffers)} tensors; {wrong}"
