@@ -26,6 +26,8 @@ from typing import Any
 from handoff_child import PAGE_BYTES, PAGE_TOKENS
 from stamp import write_result
 
+BACKENDS = ("local", "nixl", "mooncake")
+
 OPTIONS: dict[str, dict[str, Any]] = {"mooncake": {"insecure_data_plane": True}}
 SIZES = {"32 KiB": (1, False), "2 MiB": (64, False), "64 MiB": (2048, False), "64 MiB in 2048 pages": (2048, True)}
 POOL_PAGES = 2_060
@@ -228,7 +230,7 @@ def backend_figures(backends: list[str], rooms: int, rounds: int, devices: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", nargs="+", default=["local", "nixl", "mooncake"])
+    parser.add_argument("--backend", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rooms", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=None)

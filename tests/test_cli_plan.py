@@ -85,8 +85,18 @@ def test_keys_on_one_side_only(pair: list[str], capsys: Capture) -> None:
 
 
 def test_roles_are_checked(pair: list[str], capsys: Capture) -> None:
-    assert run(["check", pair[1], pair[0]]) == EXIT_USAGE
+    assert run(["check", pair[0], pair[0]]) == EXIT_USAGE
     assert "$.role" in capsys.readouterr().err
+    for command in ("check", "explain"):
+        assert run([command, pair[1], pair[0]]) == EXIT_USAGE
+        assert "Swap the two" in capsys.readouterr().err
+
+
+def test_a_file_of_the_other_kind_is_said_to_be_one(repository: Path, pair: list[str], capsys: Capture) -> None:
+    assert run(["check", pair[0], str(repository / "configs/router.yaml")]) == EXIT_USAGE
+    assert "the configuration of a router" in capsys.readouterr().err
+    assert run(["router", "--config", pair[0]]) == EXIT_USAGE
+    assert "the configuration of a worker" in capsys.readouterr().err
 
 
 def test_explain_counts_every_byte_once(pair: list[str], capsys: Capture) -> None:
@@ -144,14 +154,26 @@ def test_index_k_is_counted_at_its_true_cost(tmp_path: Path) -> None:
     assert sizes[1] == {"MLA": sizes[0]["MLA"], "INDEX_K": 4 * sizes[0]["INDEX_K"]}
 
 
-def test_a_prompt_that_does_not_fit(pair: list[str], capsys: Capture) -> None:
-    assert run(["explain", *pair, "--tokens", "100000"]) == EXIT_USAGE
-    assert "does not fit" in capsys.readouterr().err
+def test_a_prompt_that_a_worker_would_refuse_is_refused_in_tokens(pair: list[str], capsys: Capture) -> None:
+    limit = ["--set", "limits.max_prompt_tokens=100"]
+    for files, tokens, sets in ((pair, 100_000, []), (pair[:1], 257, []), (pair[1:], 101, limit), (pair, 101, limit)):
+        assert run(["explain", *files, "--tokens", str(tokens), *sets, "--json"]) == EXIT_USAGE
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "prompt_too_long" and error["actual"] == f"{tokens:,} tokens"
+        assert error["expected"].startswith(f"at most {100 if sets else 256} tokens")
+    assert run(["explain", *pair, "--tokens", "256"]) == 0
+    capsys.readouterr()
 
 
-def test_a_refused_pair_is_not_explained(pair: list[str], capsys: Capture) -> None:
-    assert run(["explain", *pair, "--set", "decode.pools.page_tokens=16"]) == EXIT_NO
-    assert "check" in capsys.readouterr().out
+def test_a_refused_pair_shows_its_pools_and_its_differences(pair: list[str], capsys: Capture) -> None:
+    sets = ["--set", "decode.pools.page_tokens=16"]
+    assert run(["explain", *pair, *sets]) == EXIT_NO
+    text = capsys.readouterr().out
+    assert text.count("pools of one rank") == 2 and "refused" in text and "page_tokens" in text
+    assert run(["explain", *pair, *sets, "--json"]) == EXIT_NO
+    document = json.loads(capsys.readouterr().out)
+    assert not document["accepted"] and len(document["pools"]) == 2 and not document["plan"]
+    assert "page_tokens" in {m["field"] for m in document["mismatches"]}
 
 
 def test_the_reference_engine_describes_itself(

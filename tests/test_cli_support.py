@@ -75,3 +75,8 @@ def test_the_command(tmp_path: Path, capsys: Capture) -> None:
     text = capsys.readouterr().out
     assert "mori" in text and "memfd" not in text and "KV" in text
     assert run(["capabilities", "--set", "backend.name=nope"]) == EXIT_USAGE
+    assert run(["capabilities", "--set", "pools.rows=2"]) == EXIT_USAGE
+    capsys.readouterr()
+    assert run(["capabilities", "--set", "backend.name=nix", "--json"]) == EXIT_USAGE
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "backend_unknown" and error["hint"] == "Did you mean 'nixl'?"

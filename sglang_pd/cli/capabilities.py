@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sglang_pd.backends.registry import check_known
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
 from sglang_pd.cli.support import kind_rows, markdown
 from sglang_pd.protocol.errors import ConfigError
@@ -43,15 +44,12 @@ def command(write: WriteOption = "", sets: SetOption = [], as_json: JsonOption =
 
 def _only(sets: list[str]) -> str:
     chosen = ""
-    known = sorted({s.backend for s in support()})
     for text in sets:
         path, _, value = text.partition("=")
-        if path != "backend.name" or value not in known:
+        if path.removeprefix("$.") != "backend.name":
             raise ConfigError(
-                "not an override of this command",
-                where="--set",
-                expected=f"backend.name={' | '.join(known)}",
-                actual=text[:80],
+                "not an override of this command", where="--set", expected="backend.name=NAME", actual=text[:80]
             )
+        check_known(value)
         chosen = value
     return chosen

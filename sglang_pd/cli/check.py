@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rich.table import Table
+
 from sglang_pd.cli.app import EXIT_NO
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, split_sets, table
 from sglang_pd.config import WorkerConfig, load_worker
@@ -41,13 +43,19 @@ def command(prefill: str, decode: str, sets: SetOption = [], as_json: JsonOption
 
 def load_pair(prefill: str, decode: str, sets: Mapping[str, tuple[str, ...]]) -> tuple[WorkerConfig, WorkerConfig]:
     """Both configurations, by role. Raises `ConfigError` when a file has the other role."""
-    configs = []
-    for role, path in (("prefill", prefill), ("decode", decode)):
-        config = load_worker(path, sets=sets[role])
+    pair = load_worker(prefill, sets=sets["prefill"]), load_worker(decode, sets=sets["decode"])
+    if (pair[0].role, pair[1].role) == ("decode", "prefill"):
+        raise ConfigError(
+            "the two configurations are in the wrong order",
+            where="PREFILL DECODE",
+            expected="prefill's file, then decode's",
+            actual=f"{prefill} is decode's, {decode} is prefill's",
+            hint="Swap the two.",
+        )
+    for config, role, path in zip(pair, ("prefill", "decode"), (prefill, decode), strict=True):
         if config.role != role:
             raise ConfigError("the wrong role", where="$.role", expected=role, actual=config.role, file=path)
-        configs.append(config)
-    return configs[0], configs[1]
+    return pair
 
 
 def judge(prefill: Planned, decode: Planned) -> Verdict:
@@ -89,6 +97,12 @@ def _settings(prefill: WorkerConfig, decode: WorkerConfig) -> Iterator[Mismatch]
                 yield Mismatch(component="", region="", field=f"network.{name}", prefill=text, decode=str(address))
 
 
+def differences(verdict: Verdict) -> Table:
+    """What keeps the two apart, one row each."""
+    rows = [[getattr(m, field) for field in FIELDS] for m in verdict.mismatches]
+    return table(f"{len(rows)} differences", FIELDS, rows)
+
+
 def _print(planned: tuple[Planned, Planned], verdict: Verdict, proof: PlanError | None) -> None:
     names = " -> ".join(p.manifest.instance_id for p in planned)
     if verdict.accepted and proof is None:
@@ -98,5 +112,4 @@ def _print(planned: tuple[Planned, Planned], verdict: Verdict, proof: PlanError 
     if proof is not None:
         emit(f"refused: {names}", str(proof))
         return
-    rows = [[getattr(m, field) for field in FIELDS] for m in verdict.mismatches]
-    emit(f"refused: {names}", table(f"{len(rows)} differences", FIELDS, rows))
+    emit(f"refused: {names}", differences(verdict))

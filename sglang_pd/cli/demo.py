@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sglang_pd.backends.registry import check_known
 from sglang_pd.cli.app import EXIT_NO
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
 from sglang_pd.protocol.errors import BackendUnavailable, ConfigError, PdError
@@ -78,7 +79,8 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def _require(backend: str, models: list[str]) -> None:
-    """Name everything that is missing at once."""
+    """Name everything that is missing at once. Raises `ConfigError` for what is no backend."""
+    check_known(backend)
     wanted = ["torch", "uvicorn", "starlette", "httpx", *([] if models == ["reference"] else ["transformers"])]
     wanted += [backend] if backend in PACKAGES else []
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]

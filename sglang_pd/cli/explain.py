@@ -9,11 +9,11 @@ import numpy as np
 import typer
 
 from sglang_pd.cli.app import EXIT_NO
-from sglang_pd.cli.check import judge, load_pair
+from sglang_pd.cli.check import differences, judge, load_pair
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, split_sets, table
 from sglang_pd.config import load_worker
 from sglang_pd.protocol.bind import Chunk, IndexLists, bind
-from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.protocol.kinds import Prompt, list_count
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import Plan, region_numbers
@@ -53,25 +53,56 @@ def command(
 ) -> int:
     """The pools' memory, and with two configurations (prefill, decode) who writes which bytes per component."""
     if not decode:
-        planned = [plan_instance(load_worker(config, sets=sets))]
-        rows: list[Row] = []
-    else:
-        pair = load_pair(config, decode, split_sets(sets))
-        planned = [plan_instance(side) for side in pair]
-        verdict = judge(planned[0], planned[1])
-        if not verdict.accepted:
-            emit_json({"accepted": False}) if as_json else emit("refused: see `sglang-pd check` for the differences")
-            return EXIT_NO
+        return _explain_one(plan_instance(load_worker(config, sets=sets)), tokens, as_json=as_json)
+    planned = [plan_instance(side) for side in load_pair(config, decode, split_sets(sets))]
+    verdict = judge(planned[0], planned[1])
+    rows: list[Row] = []
+    if verdict.accepted:
+        for p in planned:
+            require_fits(p, tokens)
         tokens = tokens or min(DEFAULT_PROMPT_TOKENS, *(p.manifest.max_tokens for p in planned))
         rows = plan_rows(Pairing(planned[0].manifest, planned[1].manifest), tokens)
     if as_json:
-        emit_json({"pools": [pools_payload(p) for p in planned], "tokens": tokens if decode else None, "plan": rows})
-        return 0
+        emit_json(
+            {
+                "accepted": verdict.accepted,
+                "mismatches": verdict.mismatches,
+                "pools": [pools_payload(p) for p in planned],
+                "tokens": tokens if verdict.accepted else None,
+                "plan": rows,
+            }
+        )
+        return 0 if verdict.accepted else EXIT_NO
     for p in planned:
         emit(*_pools(p), "")
-    if decode:
-        emit(*_plan(rows, tokens))
+    if not verdict.accepted:
+        emit("refused: there is no plan", differences(verdict))
+        return EXIT_NO
+    emit(*_plan(rows, tokens))
     return 0
+
+
+def _explain_one(planned: Planned, tokens: int, *, as_json: bool) -> int:
+    require_fits(planned, tokens)
+    if as_json:
+        emit_json({"pools": [pools_payload(planned)], "tokens": None, "plan": []})
+    else:
+        emit(*_pools(planned), "")
+    return 0
+
+
+def require_fits(planned: Planned, tokens: int) -> None:
+    """Raise `RoomError` (`prompt_too_long`) for a prompt that the worker of this configuration would refuse."""
+    longest = planned.manifest.max_tokens
+    if tokens > longest:
+        raise RoomError(
+            "the prompt can never fit",
+            code="prompt_too_long",
+            where="--tokens",
+            expected=f"at most {longest:,} tokens at {planned.manifest.instance_id} ({planned.config.role})",
+            actual=f"{tokens:,} tokens",
+            hint="The model, the pools and limits.max_prompt_tokens bound it.",
+        )
 
 
 def plan_rows(pairing: Pairing, tokens: int) -> list[Row]:
@@ -109,8 +140,8 @@ def _lists(needed: Any, prompt: Prompt) -> IndexLists:
             raise ConfigError(
                 "the prompt does not fit into the pools",
                 where="--tokens",
-                expected=f"at most {space.extent - space.reserve} units of {space}",
-                actual=f"{count} units for {prompt.tokens} tokens",
+                expected=f"at most {space.extent - space.reserve:,} units of {type(space).__name__}",
+                actual=f"{count:,} units for {prompt.tokens:,} tokens",
             )
         lists[space] = space.ingest(np.arange(space.reserve, space.reserve + count, dtype=np.int64))
     return lists

@@ -129,6 +129,7 @@ def _load(
     source: str | Path | Mapping[str, Any], schema: type[Config], sets: tuple[str, ...], environ: Environment
 ) -> Config:
     data: Any = dict(source) if isinstance(source, Mapping) else read_document(source)
+    _refuse_other_kind(data, schema)
     info = mi.type_info(schema)
     data = _shaped(data, info, "$", environ)
     for text in sets:
@@ -137,6 +138,27 @@ def _load(
         return msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
         raise _explained(error, data, info) from None
+
+
+def _refuse_other_kind(data: Mapping[str, Any], schema: type[WorkerConfig] | type[RouterConfig]) -> None:
+    """A file of the other kind is said to be one; else its first key would merely be unknown."""
+    if schema is WorkerConfig and any(isinstance(data.get(side), list) for side in ("prefill", "decode")):
+        raise ConfigError(
+            "this is the configuration of a router",
+            where="$",
+            expected="that of a worker, with role: prefill or decode",
+            actual="lists of workers",
+            hint="It is for `sglang-pd router --config`.",
+        )
+    if schema is RouterConfig and "role" in data:
+        role = str(data["role"])[:32]
+        raise ConfigError(
+            "this is the configuration of a worker",
+            where="$.role",
+            expected="that of a router, with lists prefill and decode",
+            actual=f"role: {role}",
+            hint=f"It is for `sglang-pd {role} --config`." if role in ("prefill", "decode") else "",
+        )
 
 
 def _explained(error: msgspec.ValidationError, data: Any, info: mi.Type, root: str = "$") -> ConfigError:
