@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sglang_pd.config import load_keys, load_worker
 from sglang_pd.observe import AdminServer, Identity, Recorder, RoomFacts, RoomKey, Stage
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.room import Role
+from sglang_pd.protocol.version import PROTOCOL_VERSION
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,6 +44,21 @@ def test_a_wrong_command_or_option_is_a_usage_error(capsys: Capture) -> None:
         assert run([*arguments, "--json"]) == EXIT_USAGE
         said = capsys.readouterr()
         assert json.loads(said.out)["error"]["where"] == "the command line" and said.err == ""
+
+
+def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
+    assert run(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert said == f"sglang-pd {version('sglang-pd')}, protocol {'.'.join(map(str, PROTOCOL_VERSION))}\n"
+
+
+def test_the_demo_refuses_what_is_no_backend_before_it_looks_for_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(["demo", "--backend", "foo"]) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert said.err.startswith("sglang-pd: [backend_unknown]") and not said.out
 
 
 def test_an_error_is_one_message_or_one_document(capsys: Capture, tmp_path: Path) -> None:

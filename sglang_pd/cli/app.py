@@ -10,13 +10,15 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
 
 import msgspec
 import typer
 
+from sglang_pd.config.package import package_version
 from sglang_pd.launch.processes import follow_parent
 from sglang_pd.protocol.errors import ConfigError, PdError
+from sglang_pd.protocol.version import PROTOCOL_VERSION
 
 EXIT_NO: Final = 1
 EXIT_USAGE: Final = 2
@@ -56,10 +58,25 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options)
     for name, module in COMMANDS:
         loaded = importlib.import_module(module)
         app.command(name, cls=getattr(loaded, "CommandClass", None))(_answering(loaded.command))
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"sglang-pd {package_version()}, protocol {'.'.join(map(str, PROTOCOL_VERSION))}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass  # what the options do, their callbacks do
 
 
 def _answering(command: Callable[..., int]) -> Callable[..., None]:

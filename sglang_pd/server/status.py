@@ -10,12 +10,14 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sglang_pd.config.package import package_version
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.protocol.room import Role
 from sglang_pd.protocol.version import PROTOCOL_VERSION
 from sglang_pd.server.batch import Worker
 from sglang_pd.server.errors import Failure
 from sglang_pd.worker.http_terms import CANCELLABLE
+from sglang_pd.worker.service import WorkerService
 
 PROBE_S: Final = 20.0
 """How long `/health_generate` waits for the engine."""
@@ -81,7 +83,7 @@ async def server_info(request: Request, worker: Worker) -> Response:
             "page_size": config.pools.page_tokens,
             "max_total_num_tokens": service.planned.budget.capacity.tokens,
             "max_req_input_len": service.most_tokens,
-            "max_running_requests": config.limits.max_rooms,
+            "max_running_requests": _most_running(service),
             "max_queued_requests": config.limits.queue_requests,
             "chunked_prefill_size": config.engine.chunk_tokens,
             "cancellable": list(CANCELLABLE),
@@ -94,7 +96,7 @@ async def server_info(request: Request, worker: Worker) -> Response:
             "kinds": list(service.planned.manifest.kinds),
             "bootstrap_address": service.endpoint.address,
             "protocol": ".".join(map(str, PROTOCOL_VERSION)),
-            "version": _version(),
+            "version": package_version(),
             "stats": service.stats(),
             "internal_states": [{}],
         }
@@ -166,10 +168,7 @@ async def peers(request: Request, worker: Worker) -> Response:
     )  # fmt: skip
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("sglang-pd")
-    except PackageNotFoundError:
-        return "unknown"
+def _most_running(service: WorkerService) -> int:
+    """Requests that can run at once: each holds a room and at least one unit of every pool."""
+    counts = service.parts.allocator.counts().values()
+    return min(service.config.limits.max_rooms, *(count.free + count.held + count.withheld for count in counts))

@@ -35,6 +35,7 @@ def test_facts(pair: Pair) -> None:
     for leg in ("prefill", "decode"):
         info = pair.get(leg, "/server_info").json()
         assert info == {**pair.get(leg, "/get_server_info").json(), "stats": info["stats"]}
+        assert info["max_running_requests"] == 4, "as many as there are rows"
         assert info["disaggregation_mode"] == leg and info["model_path"] == "reference" and info["status"] == "ready"
         service = getattr(pair, leg)
         assert info["epoch"] == f"{service.backend.epoch:016x}" and info["page_size"] == 16
