@@ -189,7 +189,7 @@ class Dispatcher:
         self.metrics.add("leg_failures_total", worker.role, worker.url, failure.code)
         label = f"{worker.role} {worker.url}: "
         note = "; its breaker opens" if opened else ""
-        said = failure.message.removeprefix(label)  # most failures name their worker already
+        said = str(failure).removeprefix(label)  # most failures name their worker already
         self._say.warning(worker.url, "%s%s (%s)%s", label, said, failure.code, note)
         if opened:
             self.metrics.add("breaker_opened_total", worker.role, worker.url)

@@ -85,6 +85,12 @@ class Failure:
             }
         }
 
+    def __str__(self) -> str:
+        """The message with what was expected and found, for logs: a worker's error has these apart."""
+        names = {"where": "at", "expected": "expected", "actual": "got"}
+        known = [f"{word} {self.facts[name]}" for name, word in names.items() if name in self.facts]
+        return self.message + (f" ({', '.join(known)})" if known else "")
+
     def json(self) -> bytes:
         """`body`, encoded."""
         return msgspec.json.encode(self.body())

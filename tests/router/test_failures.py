@@ -137,7 +137,7 @@ def test_dispatch_is_never_serial() -> None:  # RT-06: there is no such setting,
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_a_client_error_is_passed_on_and_not_tried_again(name: str) -> None:
+def test_a_client_error_is_passed_on_and_not_tried_again(name: str, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with cluster() as c:
             failing, other = leg(c, name)
@@ -147,6 +147,7 @@ def test_a_client_error_is_passed_on_and_not_tried_again(name: str) -> None:
             assert answer.status_code == 400 and error["code"] == "prompt_too_long" and not error["retryable"]
             assert error["type"] == "invalid_request_error" and error["leg"] == name
             assert {name: error[name] for name in FACTS} == FACTS
+            assert "never fits (at prompt, expected at most 9 tokens, got 10 tokens)" in caplog.text
             assert len(failing.asked) == 1
             await other.settle()
 
