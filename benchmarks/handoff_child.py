@@ -23,7 +23,7 @@ from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
 from sglang_pd.memory.views import host_bytes
 from sglang_pd.protocol.manifest import RankId, Topology
-from sglang_pd.worker.loop import SWITCH_INTERVAL_S
+from sglang_pd.worker.wakeups import prefer_latency
 
 PAGE_TOKENS = 16
 PAGE_BYTES = 32 * 1024
@@ -34,7 +34,7 @@ class Child:
     """An endpoint, and what is asked of it."""
 
     def __init__(self, conf: dict[str, Any]) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        prefer_latency()
         self.role, pages = conf["role"], conf["pages"]
         backend = create_backend(conf["backend"], epoch=new_epoch(), options=conf.get("options", {}))
         kv = ComponentSpec("KV", "tokens", (RegionSpec("k", (0,), "float32", 8, (64,)),))  # 2 KiB a token

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_pd.worker.events import EventKind as EventKind
     from sglang_pd.worker.events import RoomEvent as RoomEvent
     from sglang_pd.worker.settings import ControlConfig as ControlConfig
+    from sglang_pd.worker.wakeups import prefer_latency as prefer_latency
 
 _WHERE = {
     "create_backend": "sglang_pd.backends.registry",
@@ -33,6 +34,7 @@ _WHERE = {
     "new_epoch": "sglang_pd.worker.endpoint",
     "EventKind": "sglang_pd.worker.events",
     "RoomEvent": "sglang_pd.worker.events",
+    "prefer_latency": "sglang_pd.worker.wakeups",
 }
 __all__ = sorted(_WHERE)  # noqa: PLE0605 - a list of the names above
 

@@ -17,8 +17,8 @@ from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, 
 from sglang_pd.config.address import Address
 from sglang_pd.observe import configure_logging
 from sglang_pd.server.serve import listen, serve
-from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.wakeups import prefer_latency
 
 log = logging.getLogger("sglang_pd.launch")
 
@@ -34,7 +34,7 @@ def run_worker(config: WorkerConfig) -> None:
     Prints one line of JSON on standard output once it serves, with the addresses in force. Raises what `WorkerService`
     raises, and `ConfigError` for a port that is taken.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prefer_latency()
     configure_logging(config.log_level)
     apply_environment(backend_settings(config), os.environ)
     for caution in cautions(config):

@@ -20,12 +20,10 @@ import zmq
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.worker.agent import RankAgent
 from sglang_pd.worker.link import Link, Party
+from sglang_pd.worker.wakeups import set_timer_slack
 
 log = logging.getLogger("sglang_pd.worker")
 
-SWITCH_INTERVAL_S: Final = 0.0001
-"""For `sys.setswitchinterval`, in processes that are ours: how long an engine thread that computes in Python keeps the
-interpreter from the control thread. With Python's default of 5 ms every wake-up of a hand-over may wait that long."""
 IDLE_S: Final = 0.25
 """Longest sleep: bounds how late a silent loss is noticed when nothing else wakes the loop."""
 BUSY_WITH_FD_S: Final = 0.02
@@ -112,6 +110,7 @@ class WorkerLoop:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        set_timer_slack()
         poller, polled = zmq.Poller(), set[object]()
         ready: set[object] | None = None
         while not self._stop:

@@ -31,10 +31,10 @@ from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.worker.decode_runner import DecodeRunner
 from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint, new_epoch
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token, Update
-from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.parts import Memory, assemble
 from sglang_pd.worker.prefill_runner import PrefillRunner
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.wakeups import prefer_latency
 
 _printing = threading.Lock()
 
@@ -275,7 +275,7 @@ def answer(lanes: dict[str, Lane], order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serve until standard input ends."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prefer_latency()
     lanes = lanes_of(sys.stdin.readline())
     say({"answer": "start", "addresses": {name: lane.endpoint.address for name, lane in lanes.items()}})
     try:

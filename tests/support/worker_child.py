@@ -43,8 +43,8 @@ from sglang_pd.worker.endpoint import (
 )
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.link import CurveKeys
-from sglang_pd.worker.loop import SWITCH_INTERVAL_S
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.wakeups import prefer_latency
 
 
 @dataclass
@@ -381,7 +381,7 @@ def cuts(tokens: int, chunks: list[int] | None) -> deque[tuple[int, int, bool]]:
 
 
 def main() -> None:
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prefer_latency()
     child = Child(json.loads(sys.stdin.readline()))
     child.say({"answer": "start", **child.do_hello()})
     try:
