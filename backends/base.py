@@ -269,8 +269,8 @@ class Backend(abc.ABC):
     def admit(self, epoch: int) -> None:
         """The owner agreed with that incarnation, for the first time or again: it connects by the present `describe`.
 
-        An earlier proof against it says nothing any more: the next `revoke` of it starts anew. Does not apply where
-        connections are known.
+        An earlier proof against it says nothing any more: the next `revoke` of it starts anew, also where it has not
+        connected since. That one must keep it from connecting by the `describe` of before.
         """
         return None
 

@@ -339,6 +339,10 @@ class LocalBackend(Backend):
         self._check_usable()
         return self._listener.revoke(epoch)
 
+    def admit(self, epoch: int) -> None:
+        """See `Backend`."""
+        self._listener.admit(epoch)
+
     def progress(self) -> None:
         """See `Backend`. Needed only when `wakeup_fd` is readable."""
         if self._closed:

@@ -76,6 +76,7 @@ class Listener:
         self._holders: dict[int, list[Incoming]] = {}  # by epoch: everyone that was given memory and may still write
         self.admission = 0
         self._revoked: dict[int, int] = {}  # by epoch: the admission that was in force when it was revoked
+        self._admitted: set[int] = set()  # revoked, and agreed with since: they may come with the admission of now
         self.name = b"\0sglang-pd/" + os.urandom(16).hex().encode()
         self._paused_until: float | None = None
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -103,11 +104,18 @@ class Listener:
         Should it live, and its owner agree with ours anew, it comes with a later admission than the one revoked here.
         """
         with self._lock:
-            if epoch not in self._revoked:
+            if epoch not in self._revoked or epoch in self._admitted:
+                self._admitted.discard(epoch)
                 self._revoked[epoch] = self.admission
                 self.admission += 1
             self._forget_harmless(epoch)
             return epoch not in self._holders
+
+    def admit(self, epoch: int) -> None:
+        """Its owner agreed with ours anew and has the address of now: by that it may come until it is revoked."""
+        with self._lock:
+            if epoch in self._revoked:
+                self._admitted.add(epoch)
 
     def close(self) -> None:
         """Stop serving and join the thread. Idempotent."""
@@ -200,6 +208,7 @@ class Listener:
                     # Before the first descriptor leaves: `revoke` must know of it.
                     one.epoch = hello.epoch
                     self._revoked.pop(hello.epoch, None)
+                    self._admitted.discard(hello.epoch)
                     self._holders.setdefault(hello.epoch, []).append(one)
             send_message(one.sock, answer)
             if answer.refusal:

@@ -7,7 +7,7 @@ import time
 from sglang_pd.testing.case import Figures, case
 from sglang_pd.testing.cases_bytes import exact, one_item
 from sglang_pd.testing.cases_peers import LARGE, SLACK_S
-from sglang_pd.testing.lab import MIB, CaseSkipped, Lab, Link, canaries, require
+from sglang_pd.testing.lab import MIB, CaseSkipped, Lab, Link, RemoteRefusal, canaries, require
 from sglang_pd.testing.pattern import CANARY, batch_to_wire, pages
 
 
@@ -110,6 +110,32 @@ def revoked_and_admitted_again(lab: Lab) -> Figures:
         stays_clean(again, 0.5, "after an answer that an earlier proof gave")
     again.writer.answer("stream")
     return {"at_once": str(asked["proven"])}
+
+
+@case
+def revoked_again_before_it_came_back(lab: Lab) -> None:
+    """A writer that was admitted again and revoked again before it connected: its way in is closed."""
+    link = lab.fresh((MIB,), (MIB,))
+    link.move(one_item(link, 65536))
+    declared = link.target.capabilities
+    link.writer.call("disconnect", peer=link.peer)
+    within_s = declared["revoke_within_s"] + SLACK_S
+    if declared["revoke_proof"] == "none":
+        raise CaseSkipped("no proof, as declared")
+    if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
+        raise CaseSkipped("this transport proves nothing of a living writer, though it has disconnected")
+    link.target.call("admit", epoch=link.writer.epoch)
+    address = link.target.call("describe")
+    require(link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"], "it never came back")
+    canaries(link.target)
+    try:
+        peer = link.writer.call("connect", blob=address, epoch=link.target.epoch)["peer"]
+        posted = link.writer.call("write", peer=peer, batch=batch_to_wire(one_item(link, 65536)), deadline_s=2.0)
+        link.writer.call("wait", transfer=posted["transfer"], within_s=3.0, settle=False)
+    except RemoteRefusal:
+        pass  # as it should
+    late = link.target.call("watch", segment=0, nbytes=MIB, value=CANARY, for_s=0.5)
+    require(late < 0, f"bytes of a revoked writer landed, the first at offset {late}")
 
 
 @case

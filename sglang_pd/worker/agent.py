@@ -158,7 +158,8 @@ class RankAgent:
         """
         plain = operator.index(room)
         chunk = Chunk(operator.index(chunk.start), operator.index(chunk.stop), bool(chunk.last))
-        self._call(lambda: self.source.chunk(plain, Ready(chunk, after, lists)))
+        own = None if lists is None else dict(lists)  # the engine may fill its own again at once
+        self._call(lambda: self.source.chunk(plain, Ready(chunk, after, own)))
 
     def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
         """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0.

@@ -28,6 +28,8 @@ from sglang_pd.worker.orders import (
     Alive,
     AnyOrder,
     AnyReport,
+    Forget,
+    HandedOff,
     Joined,
     Pair,
     Paired,
@@ -95,16 +97,20 @@ class InstanceControl:
 
     def attach(self, agent: RankAgent) -> None:
         """A rank in this process; its reports come through `report_of`."""
-        joined = Joined(
-            rank=agent.facts.rank, epoch=agent.facts.epoch, manifest=msgspec.msgpack.encode(agent.manifest())
-        )
-        self._join(joined, agent.order, remote=False)
+        facts, manifest = agent.facts, msgspec.msgpack.encode(agent.manifest())
+        self._join(Joined(rank=facts.rank, epoch=facts.epoch, manifest=manifest), agent.order, remote=False)
 
     def report_of(self, rank: RankId) -> Callable[[AnyReport], None]:
         """What an agent in this process calls to report. Reports are queued: an agent is never re-entered."""
         return lambda report: self._reports.append((rank, report))
 
-    def _join(self, joined: Joined, reach: Callable[[AnyOrder], None], *, remote: bool) -> None:
+    def _join(self, joined: Joined, reach: Callable[[AnyOrder], None], *, remote: bool) -> bool:
+        """False for a process that claims the place of a rank that another one has."""
+        if refused := self.ranks.refuses(joined, serving=self.desk is not None, now_s=self._clock()):
+            if self.desk is not None and self.ranks.is_remote(joined.rank) and self.failed is None:
+                # The former one is halted as long as it lives; once it is silent, it is given up as gone.
+                self._fail(f"{refused}: its memory is new, the instance must start anew")
+            return False
         known = self.ranks.epoch_of(joined.rank)
         changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
         if self.desk is None or self.peering is None:
@@ -112,8 +118,7 @@ class InstanceControl:
                 self._all_joined()
         elif changed and known == joined.epoch:
             self._renew(joined)
-        elif changed:
-            self._fail(f"rank {joined.rank} was restarted: its memory is new, the instance must start anew")
+        return True
 
     def _own(self) -> Self:
         config = self.config
@@ -154,9 +159,10 @@ class InstanceControl:
 
     def _fail(self, message: str, rank: RankId | None = None) -> None:
         """The instance cannot go on: every room fails with this cause."""
-        self.failed = ErrorInfo(code="peer_lost", message=message, where=self.config.instance_id)
+        cause = ErrorInfo(code="peer_lost", message=message, where=self.config.instance_id)
+        self.failed = self.failed or cause
         if self.desk is not None and rank is not None:
-            self.desk.rank_gone(rank, self.failed, self._clock())
+            self.desk.rank_gone(rank, cause, self._clock())
         elif self.desk is not None:
             self.desk.fail_all(self.failed, self._clock())
         self._take_no_more(1.0, message)
@@ -240,6 +246,9 @@ class InstanceControl:
             return  # nobody waits for a room that was only declined
         self._emit(RoomEvent(kind, facts.room, 0, handle=facts.handle, error=error.info()))
         self._emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
+        if self.desk is None or not self.desk.knows(facts.room):
+            # What its engine has sent already must not become the state of a later request.
+            self.ranks.order(Forget(room=facts.room, generation=0))
 
     def _try_pending(self) -> None:
         """Open what waited for a handshake that is through; refuse what waited for one that failed, or too long."""
@@ -379,7 +388,8 @@ class InstanceControl:
             return
         known = self.ranks.epoch_of(report.rank)
         again = known == report.epoch and self._by_party.get(party) != report.rank
-        self._join(report, lambda order: self._reach(party, order), remote=True)
+        if not self._join(report, lambda order: self._reach(party, order), remote=True):
+            return
         self._by_party = {p: rank for p, rank in self._by_party.items() if rank != report.rank}
         self._by_party[party] = report.rank
         self._reach(party, Welcome(control_epoch=self.epoch))
@@ -411,6 +421,8 @@ class InstanceControl:
             self.peering.give_up(report.peer_epoch, report.error)
         elif isinstance(report, Joined):
             self._join(report, self.ranks.reach_of(rank), remote=False)
+        elif isinstance(report, HandedOff) and rank != self.ranks.ids[-self.config.topology.tp]:
+            self.link.counts["records_of_other_ranks"] += 1  # every rank may call `finish`; one record travels
         elif self.desk is not None and not isinstance(report, Alive):
             self.desk.report(rank, report, self._clock())
 

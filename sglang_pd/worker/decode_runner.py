@@ -34,6 +34,8 @@ class _Running:
     record: bytes | None = None
     admitted: bool = False
     failed: bool = False
+    cancelled: ErrorInfo | None = None
+    """Asked for before it was admitted; the room may have ended well in the same moment."""
     next_token: int = 0
     position: int = 0
     """Where `next_token` goes in the sequence."""
@@ -81,6 +83,7 @@ class DecodeRunner(Runner):
             if entry.admitted:
                 self._give_up(entry, error)
             else:
+                entry.cancelled = error
                 self._endpoint.abort(job.room, error.message, code=error.code)
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -109,6 +112,9 @@ class DecodeRunner(Runner):
             self.parts.allocator.fenced(entry.lease.generation)
             return
         entry.lease.disarm()
+        if entry.cancelled is not None:
+            self._give_up(entry, entry.cancelled)
+            return
         try:
             self._admit(entry)
         except Exception as error:

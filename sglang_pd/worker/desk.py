@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_pd.protocol.bind import check_lists, check_prefix
-from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RemoteProtocolError, RoomError
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer
+from sglang_pd.protocol.messages import Handoff, Message, RoomMessage, RoomOpen, Writer
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Limits, Role
 from sglang_pd.protocol.room_events import (
@@ -191,11 +191,15 @@ class RoomDesk:
         for role in (Role.PREFILL, Role.DECODE):
             self._local(role, room, Cancel(error))
 
+    def knows(self, room: int) -> bool:
+        """Whether a room of that id is open here, under whichever handle."""
+        return (Role.PREFILL, room) in self._known or (Role.DECODE, room) in self._known
+
     def _refuse(self, facts: RoomFacts, error: PdError) -> None:
         self._outside.emit(RoomEvent(EventKind.FAILED, facts.room, 0, handle=facts.handle, error=error.info()))
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
         # A refused prefill leg may have chunks waiting at the ranks, unless the room lives on under its first handle.
-        if (Role.PREFILL, facts.room) not in self._known and (Role.DECODE, facts.room) not in self._known:
+        if not self.knows(facts.room):
             self._outside.order(Forget(room=facts.room, generation=0))
 
     # --- from peers --------------------------------------------------------------------------------------------------
@@ -209,10 +213,25 @@ class RoomDesk:
             self.watch.heard(message, checked=True)
             self.verification.take(peer_epoch, message)
         else:
+            self._check_writer(peer_epoch, message)
             self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, now_s))
             if isinstance(message, RoomMessage):
                 self.watch.heard(message, checked=False)
                 self.watch.recorded(message, checked=False)
+
+    def _check_writer(self, peer_epoch: int, message: Message) -> None:
+        """A room's record is its last PP stage's TP rank 0's. Raises `RemoteProtocolError`."""
+        pairing = self._outside.pairing(peer_epoch) if isinstance(message, Handoff) else None
+        if isinstance(message, Handoff) and pairing is not None:
+            wanted = Writer(pp=pairing.prefill.topology.pp - 1, tp=0)
+            if message.writer != wanted:
+                raise RemoteProtocolError(
+                    "a record of a rank that has none to give",
+                    code="range_conflict",
+                    where=f"room {message.room}",
+                    expected=wanted,
+                    actual=message.writer,
+                )
 
     def _verified(self, peer_epoch: int, message: RoomMessage) -> bool:
         """Whether it is of a room that runs here and is verified; anything else is for the table to answer."""

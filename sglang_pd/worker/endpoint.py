@@ -177,8 +177,8 @@ class Endpoint:
 
     def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
         """Give a room up, in whatever state it is. Its memory comes back by RELEASABLE, after the fence."""
-        error = RoomError(reason, code=code).info()
-        self._loop.submit(lambda: self.control.abort(room, error))
+        plain, error = _room_id(room), RoomError(wire_text(reason), code=code).info()
+        self._loop.submit(lambda: self.control.abort(plain, error))
 
     def drain(self, deadline_s: float = 30.0) -> None:
         """Take no new rooms; open ones have `deadline_s` seconds. `drained` turns True when none is left."""
@@ -280,7 +280,8 @@ class PrefillEndpoint(Endpoint):
         Chunks come in order, touch, and the last one ends the prompt. lists: source lists that `request` left out.
         Ignored for a room that has ended. Raises `RoomError` (`room_unknown`) for one that was never requested here.
         """
-        self._check_known(room)
+        if not self._is_open(room):
+            return
         self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
         if last:
             self._loop.submit(lambda: self.control.computed(room))
@@ -290,17 +291,21 @@ class PrefillEndpoint(Endpoint):
 
         Rooms as for `send`.
         """
-        self._check_known(room)
-        self.agent.handoff(room, covered_tokens, record)
+        if self._is_open(room):
+            self.agent.handoff(room, covered_tokens, record)
 
-    def _check_known(self, room: int) -> None:
-        if room not in self._active and room not in self._past:
-            raise RoomError(
-                "that room was not requested here",
-                code="room_unknown",
-                where=f"room {room}",
-                hint="Call `request` first; the room's id is the one that decode opens.",
-            )
+    def _is_open(self, room: int) -> bool:
+        """False for a room that has ended: what its engine still sends must not wait for another use of the id."""
+        if room in self._active:
+            return True
+        if room in self._past:
+            return False
+        raise RoomError(
+            "that room was not requested here",
+            code="room_unknown",
+            where=f"room {room}",
+            hint="Call `request` first; the room's id is the one that decode opens.",
+        )
 
 
 class DecodeEndpoint(Endpoint):

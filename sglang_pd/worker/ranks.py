@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import msgspec
 from sglang_pd.protocol.errors import ManifestError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
 from sglang_pd.worker.orders import AnyOrder, Joined
+
+log = logging.getLogger("sglang_pd.worker")
 
 Reach = Callable[[AnyOrder], None]
 """Gives an order to one rank: a call in this process, or a frame to another."""
@@ -30,6 +33,7 @@ class Ranks:
         self._want = tuple(RankId(p, t) for p in range(topology.pp) for t in range(topology.tp))
         self._liveness_s = liveness_s
         self._ranks: dict[RankId, _Rank] = {}
+        self._refused: set[int] = set()
 
     def join(self, report: Joined, reach: Reach, *, remote: bool, now_s: float) -> bool:
         """A rank is there. True when it is new, or another incarnation, or states something else than before.
@@ -47,10 +51,33 @@ class Ranks:
         self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote)
         return before is None or before.manifest != manifest
 
+    def refuses(self, report: Joined, *, serving: bool, now_s: float) -> str:
+        """Why another process may not take a rank's place; empty where it may.
+
+        The one that has it may have written, or may yet: only its own word, or its death, fences that. serving: the
+        instance has been complete; before that nothing was written, and a silent one may be replaced.
+        """
+        holder = self._ranks.get(report.rank)
+        if holder is None or holder.manifest.epoch == report.epoch:
+            return ""
+        refused = f"rank {report.rank} is in the control's own process"
+        if holder.remote:
+            if not serving and now_s - holder.heard_s > self._liveness_s:
+                return ""
+            refused = f"rank {report.rank} was restarted, or two processes claim to be it"
+        if report.epoch not in self._refused:
+            self._refused.add(report.epoch)
+            log.error("a process (epoch %016x) is not taken in: %s", report.epoch, refused)
+        return refused
+
     def epoch_of(self, rank: RankId) -> int | None:
         """The epoch a rank joined with; None before."""
         entry = self._ranks.get(rank)
         return entry.manifest.epoch if entry else None
+
+    def is_remote(self, rank: RankId) -> bool:
+        """Whether a rank that joined is in another process."""
+        return self._ranks[rank].remote
 
     def reach_of(self, rank: RankId) -> Reach:
         """How to reach a rank that joined."""

@@ -6,6 +6,7 @@ in flight. Nothing is reported before its bytes are visible at all destinations.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from sglang_pd.worker.orders import (
     RoomFault,
     WroteRange,
 )
+
+log = logging.getLogger("sglang_pd.worker")
 
 MAX_WAITING_CHUNKS: Final = 65_536
 """Chunks that wait for their room to begin, over all rooms."""
@@ -62,7 +65,7 @@ class _Flight:
     """By kind: bytes, descriptors."""
 
     def states(self) -> list[TransferState]:
-        return [transfer.poll() for _, transfer in self.transfers]
+        return [_state(transfer) for _, transfer in self.transfers]
 
     @property
     def quiesced(self) -> bool:
@@ -370,7 +373,7 @@ class SourceSide:
         if not entry.halted or entry.begun is None or entry.said is True:
             return
         flying = [flight for flight in entry.flights if not flight.quiesced]
-        unknown = [t for flight in flying for _, t in flight.transfers if t.poll() is TransferState.UNKNOWN]
+        unknown = [t for flight in flying for _, t in flight.transfers if _state(t) is TransferState.UNKNOWN]
         if flying and not unknown:
             return  # it will be DONE, FAILED or UNKNOWN by its deadline
         proven = not flying or all(self._backend.fence(peer) for peer in _peers_of(flying))
@@ -407,3 +410,12 @@ def _peers_of(flights: list[_Flight]) -> list[Peer]:
 
 def _no_peer(epoch: int) -> ErrorInfo:
     return ErrorInfo(code="peer_unknown", message="this rank is not connected to the peer", actual=f"{epoch:016x}")
+
+
+def _state(transfer: Transfer) -> TransferState:
+    """A backend that breaks its word and raises costs this one room: nothing is known of that transfer."""
+    try:
+        return transfer.poll()
+    except Exception:
+        log.exception("a transfer cannot be asked")
+        return TransferState.UNKNOWN
