@@ -1,0 +1,129 @@
+"""What must not be mixed up: two processes that claim one rank, two uses of one room id, and whose record it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from support.local_pair import CONFIG, IDS, LocalPair
+from support.worker_pair import wait_until
+
+from sglang_pd import PrefillEndpoint
+from sglang_pd.backends.base import TransferState
+from sglang_pd.protocol.bind import Chunk
+from sglang_pd.protocol.errors import RemoteProtocolError, RoomError
+from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.protocol.messages import Handoff, Writer
+from sglang_pd.worker.orders import Joined
+from sglang_pd.worker.ranks import Ranks
+from sglang_pd.worker.source import _Flight
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LocalPair]:
+    made = LocalPair()
+    made.start(1)
+    made.complete(1)
+    yield made
+    made.close()
+
+
+def joined(pair: LocalPair, epoch: int) -> Joined:
+    manifest = replace_epoch(pair, epoch)
+    return Joined(rank=RankId(0, 0), epoch=epoch, manifest=msgspec.msgpack.encode(manifest))
+
+
+def replace_epoch(pair: LocalPair, epoch: int) -> Any:
+    return msgspec.structs.replace(pair.prefill.at.agent.manifest(), epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("remote", "serving", "silent_s", "refused"),
+    [
+        (False, False, 100.0, True),
+        (False, True, 100.0, True),
+        (True, True, 0.0, True),
+        (True, True, 100.0, True),
+        (True, False, 0.0, True),
+        (True, False, 100.0, False),
+    ],
+)
+def test_a_rank_keeps_its_place(pair: LocalPair, remote: bool, serving: bool, silent_s: float, refused: bool) -> None:
+    """Else a fence that the newcomer gives, which never wrote, would pass for the former one's."""
+    ranks, orders = Ranks(Topology(), 5.0), list[Any]()
+    assert ranks.join(joined(pair, 7), orders.append, remote=remote, now_s=0.0)
+    assert not ranks.refuses(joined(pair, 7), serving=serving, now_s=silent_s), "the same process may join again"
+    assert bool(ranks.refuses(joined(pair, 8), serving=serving, now_s=silent_s)) is refused
+    assert ranks.epoch_of(RankId(0, 0)) == 7
+
+
+def test_chunks_of_a_refused_request_are_dropped(pair: LocalPair) -> None:
+    """They became the state of the next request under that id."""
+    alone = PrefillEndpoint(replace(CONFIG, instance_id="half", topology=Topology(tp=2)), pair.prefill.setup)
+    try:
+        alone.request(5, IDS, pair.prefill.lists())
+        alone.agent.send(5, Chunk(0, len(IDS), True))
+        alone.agent.handoff(5, len(IDS), b"stale")
+        wait_until(lambda: len(alone.poll()) >= 2)
+        wait_until(lambda: alone.agent.source.rooms == 0)
+        alone.agent.send(5, Chunk(0, 16, False))  # what the engine says after it
+        seen = list[int]()
+        alone._loop.submit(lambda: None)
+        wait_until(lambda: not alone.agent._calls)
+        seen.append(alone.agent.source.rooms)
+        assert seen == [0]
+    finally:
+        alone.close()
+
+
+def test_what_is_sent_after_a_rooms_end_waits_for_nobody(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.start(20)
+    pair.complete(20)
+    asked = list[Any]()
+    monkeypatch.setattr(pair.prefill.at.agent, "send", lambda *a, **k: asked.append(a))
+    monkeypatch.setattr(pair.prefill.at.agent, "handoff", lambda *a: asked.append(a))
+    pair.prefill.at.send(20, 0, 40, last=True)
+    pair.prefill.at.finish(20, 40, b"record")
+    assert not asked
+
+
+def test_late_lists_are_the_calls_own(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[Any]()
+    monkeypatch.setattr(pair.prefill.at.agent.source, "chunk", lambda room, ready: taken.append(ready.lists))
+    lists = dict(pair.prefill.lists())
+    wanted = dict(lists)
+    pair.prefill.at.agent.send(30, Chunk(0, 40, True), lists=lists)
+    lists.clear()
+    wait_until(lambda: bool(taken))
+    assert taken == [wanted]
+
+
+def test_a_record_of_another_rank_is_refused(pair: LocalPair) -> None:
+    desk, peering = pair.decode.at.control.desk, pair.decode.at.control.peering
+    assert desk is not None and peering is not None
+    (talk,) = peering.all()
+    good = Handoff(room=1, generation=1, writer=Writer(pp=0, tp=0), covered_tokens=40, record=b"")
+    desk._check_writer(talk.epoch, good)
+    for writer in (Writer(pp=7, tp=7), Writer(pp=0, tp=1)):
+        with pytest.raises(RemoteProtocolError, match="none to give"):
+            desk._check_writer(talk.epoch, msgspec.structs.replace(good, writer=writer))
+
+
+def test_a_transfer_that_cannot_be_asked_is_unknown() -> None:
+    class Broken:
+        def poll(self) -> TransferState:
+            raise ZeroDivisionError("on purpose")
+
+    flight = _Flight(Chunk(0, 1, True), [(None, Broken())])  # type: ignore[list-item]
+    assert flight.states() == [TransferState.UNKNOWN]
+
+
+@pytest.mark.parametrize("room", [-1, 2**70])
+def test_abort_of_what_is_no_room_id_is_refused(pair: LocalPair, room: int) -> None:
+    with pytest.raises(RoomError, match="not a room id"):
+        pair.prefill.at.abort(room)
+    with pytest.raises(TypeError):
+        pair.prefill.at.abort([1])  # type: ignore[arg-type]
