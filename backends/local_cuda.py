@@ -18,7 +18,7 @@ from sglang_pd.protocol.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
     from sglang_pd.backends.local_launch import GridAddresses
-    from sglang_pd.backends.local_stream import DevicePart, Ranges, Resolve
+    from sglang_pd.backends.local_stream import DevicePart, FewRanges, Resolve
 
 EXPORT_BYTES = 2 << 20
 """Allocations are multiples of this: CUDA IPC shares whole blocks of it, hence also what else lay in them."""
@@ -224,7 +224,7 @@ class CudaSide:
         """Start copying ranges; see `CopyStream.copy`."""
         return self._stream.copy(ranges, resolve, after)
 
-    def copy_each(self, ranges: Ranges, after: Any) -> DevicePart:
+    def copy_each(self, ranges: FewRanges, after: Any) -> DevicePart:
         """Start copying a few ranges; see `CopyStream.copy_each`."""
         return self._stream.copy_each(ranges, after)
 
@@ -232,7 +232,7 @@ class CudaSide:
         """Start copying grids; see `CopyStream.copy_grids`."""
         return self._stream.copy_grids(grids, after)
 
-    def _enqueue(self, ranges: Ranges, stream: int) -> None:
+    def _enqueue(self, ranges: FewRanges, stream: int) -> None:
         """See `local_stream.Enqueue`. The driver tells from the addresses what memory they are of."""
         runtime, _, _ = _cuda()
         runtime.cudaSetDevice(self.ordinal)

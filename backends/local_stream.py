@@ -43,10 +43,10 @@ WARM_STAGINGS = 16
 Resolve = Callable[[slice], tuple[U64, U64, U64]]
 """Rows of a batch -> source address, destination address and length of each, uint64."""
 
-Ranges = list[tuple[int, int, int]]
+FewRanges = list[tuple[int, int, int]]
 """Source address, destination address and bytes of each."""
 
-Enqueue = Callable[[Ranges, int], None]
+Enqueue = Callable[[FewRanges, int], None]
 """Put a copy of each range on a CUDA stream. Raises `BackendError`."""
 
 
@@ -131,7 +131,7 @@ class CopyStream:
             return self.copy_each(list(zip(src.tolist(), dst.tolist(), length.tolist(), strict=True)), after)
         return self._start(after, (self._launch(plans) for plans in self._prepared(ranges, resolve)))
 
-    def copy_each(self, ranges: Ranges, after: Any) -> DevicePart:
+    def copy_each(self, ranges: FewRanges, after: Any) -> DevicePart:
         """The same for a few ranges, without a kernel."""
         return self._start(after, (), ranges)
 
@@ -139,7 +139,7 @@ class CopyStream:
         """The same for grids, whose descriptors only the GPU ever sees one by one."""
         return self._start(after, (self._launch_grid(grid, plan_grid(grid)) for grid in grids))
 
-    def _start(self, after: Any, launches: Iterable[Staging], few: Ranges | None = None) -> DevicePart:
+    def _start(self, after: Any, launches: Iterable[Staging], few: FewRanges | None = None) -> DevicePart:
         """Run launches on the stream, or put a few copies on it, and record the event behind them."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         used: list[Staging] = []

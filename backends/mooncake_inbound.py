@@ -8,6 +8,7 @@ backend is closed.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from sglang_pd.backends.mooncake_links import IdentityPage
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_sockets import reserve
 from sglang_pd.backends.shortage import start_thread
-from sglang_pd.protocol.errors import BackendError, PdError
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError
 
 CLOSE_WITHIN_S = 5.0
 
@@ -87,7 +88,8 @@ class Inbound:
                 return True
             self._asked.add(epoch)
             if self._thread is None:
-                self._thread = start_thread(lambda: self._replace(news), "sglang-pd-mooncake-revoke", "mooncake")
+                with contextlib.suppress(BackendUnavailable):  # no thread now: who asks again tries again
+                    self._thread = start_thread(lambda: self._replace(news), "sglang-pd-mooncake-revoke", "mooncake")
         return False
 
     def admit(self, epoch: int) -> None:

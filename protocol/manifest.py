@@ -64,6 +64,11 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         if self.pp * self.tp > MAX_RANKS:
             _refuse("topology", f"at most {MAX_RANKS} ranks", self.pp * self.tp)
 
+    @property
+    def record_rank(self) -> RankId:
+        """The rank whose handoff record travels: the last PP stage's TP rank 0."""
+        return RankId(self.pp - 1, 0)
+
 
 class RankId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A rank of an instance."""

@@ -421,7 +421,7 @@ class InstanceControl:
             self.peering.give_up(report.peer_epoch, report.error)
         elif isinstance(report, Joined):
             self._join(report, self.ranks.reach_of(rank), remote=False)
-        elif isinstance(report, HandedOff) and rank != self.ranks.ids[-self.config.topology.tp]:
+        elif isinstance(report, HandedOff) and rank != self.config.topology.record_rank:
             self.link.counts["records_of_other_ranks"] += 1  # every rank may call `finish`; one record travels
         elif self.desk is not None and not isinstance(report, Alive):
             self.desk.report(rank, report, self._clock())

@@ -223,8 +223,8 @@ class RoomDesk:
         """A room's record is its last PP stage's TP rank 0's. Raises `RemoteProtocolError`."""
         pairing = self._outside.pairing(peer_epoch) if isinstance(message, Handoff) else None
         if isinstance(message, Handoff) and pairing is not None:
-            wanted = Writer(pp=pairing.prefill.topology.pp - 1, tp=0)
-            if message.writer != wanted:
+            wanted = pairing.prefill.topology.record_rank
+            if (message.writer.pp, message.writer.tp) != (wanted.pp_rank, wanted.tp_rank):
                 raise RemoteProtocolError(
                     "a record of a rank that has none to give",
                     code="range_conflict",

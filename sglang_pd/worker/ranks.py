@@ -14,6 +14,8 @@ from sglang_pd.worker.orders import AnyOrder, Joined
 
 log = logging.getLogger("sglang_pd.worker")
 
+REFUSALS_LOGGED_S = 10.0
+
 Reach = Callable[[AnyOrder], None]
 """Gives an order to one rank: a call in this process, or a frame to another."""
 
@@ -33,7 +35,7 @@ class Ranks:
         self._want = tuple(RankId(p, t) for p in range(topology.pp) for t in range(topology.tp))
         self._liveness_s = liveness_s
         self._ranks: dict[RankId, _Rank] = {}
-        self._refused: set[int] = set()
+        self._refused_s: dict[RankId, float] = {}
 
     def join(self, report: Joined, reach: Reach, *, remote: bool, now_s: float) -> bool:
         """A rank is there. True when it is new, or another incarnation, or states something else than before.
@@ -65,8 +67,8 @@ class Ranks:
             if not serving and now_s - holder.heard_s > self._liveness_s:
                 return ""
             refused = f"rank {report.rank} was restarted, or two processes claim to be it"
-        if report.epoch not in self._refused:
-            self._refused.add(report.epoch)
+        if now_s - self._refused_s.get(report.rank, float("-inf")) > REFUSALS_LOGGED_S:  # it asks at every heartbeat
+            self._refused_s[report.rank] = now_s
             log.error("a process (epoch %016x) is not taken in: %s", report.epoch, refused)
         return refused
 

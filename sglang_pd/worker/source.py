@@ -6,7 +6,6 @@ in flight. Nothing is reported before its bytes are visible at all destinations.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -33,8 +32,6 @@ from sglang_pd.worker.orders import (
     RoomFault,
     WroteRange,
 )
-
-log = logging.getLogger("sglang_pd.worker")
 
 MAX_WAITING_CHUNKS: Final = 65_536
 """Chunks that wait for their room to begin, over all rooms."""
@@ -69,7 +66,7 @@ class _Flight:
 
     @property
     def quiesced(self) -> bool:
-        return all(transfer.quiesced for _, transfer in self.transfers)
+        return all(_quiesced(transfer) for _, transfer in self.transfers)
 
 
 @dataclass(slots=True)
@@ -352,8 +349,7 @@ class SourceSide:
     # --- failure and fences ------------------------------------------------------------------------------------------
 
     def _transfer_failed(self, room: int, entry: _Room, peer: Peer, transfer: Transfer) -> None:
-        error = transfer.error
-        info = error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
+        info = _cause(transfer)
         begun = entry.begun
         meeting = self.meetings.get(begun.peer_epoch) if begun else None
         self._fault(room, entry, info)
@@ -380,10 +376,10 @@ class SourceSide:
         transfers = [t for flight in flying for _, t in flight.transfers]
         free = proven or all(t.source_free for t in transfers)
         if free and not proven:  # the last may have ended between the two looks: that is the proof, and comes but once
-            proven = all(t.quiesced for t in transfers)
+            proven = all(_quiesced(t) for t in transfers)
         if proven or entry.said is None or free is not entry.source_free:
             entry.said, entry.source_free = proven, free
-            reason = "" if proven else str(unknown[0].error or "the transport cannot prove that it drained")
+            reason = "" if proven else str(_cause(unknown[0]))
             generation = entry.begun.generation
             self._report(
                 Fenced(room=room, generation=generation, fenced=proven, source_free=free, reason=reason[:2000])
@@ -395,7 +391,7 @@ class SourceSide:
     def in_flight(self) -> int:
         """Transfers not yet DONE or FAILED."""
         flights = [flight for entry in list(self._rooms.values()) for flight in list(entry.flights)]
-        return sum(not transfer.quiesced for flight in flights for _, transfer in list(flight.transfers))
+        return sum(not _quiesced(transfer) for flight in flights for _, transfer in list(flight.transfers))
 
     @property
     def rooms(self) -> int:
@@ -405,7 +401,7 @@ class SourceSide:
 
 def _peers_of(flights: list[_Flight]) -> list[Peer]:
     """Peers of transfers that may still land, each once."""
-    return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not t.quiesced}.values())
+    return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not _quiesced(t)}.values())
 
 
 def _no_peer(epoch: int) -> ErrorInfo:
@@ -417,5 +413,18 @@ def _state(transfer: Transfer) -> TransferState:
     try:
         return transfer.poll()
     except Exception:
-        log.exception("a transfer cannot be asked")
         return TransferState.UNKNOWN
+
+
+def _quiesced(transfer: Transfer) -> bool:
+    return _state(transfer) in (TransferState.DONE, TransferState.FAILED)
+
+
+def _cause(transfer: Transfer) -> ErrorInfo:
+    """Why a transfer is FAILED or UNKNOWN."""
+    try:
+        transfer.poll()
+        error = transfer.error
+    except Exception as defect:
+        return info_of(defect)
+    return error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
