@@ -126,5 +126,6 @@ def test_a_slow_decode_is_merely_slow(pair: tuple[WorkerProcess, WorkerProcess])
     decode.signal(signal.SIGSTOP)
     time.sleep(1.0)  # half of the liveness duration
     decode.signal(signal.SIGCONT)
-    assert decode.end_of(d["handle"])["event"] == "done"
+    end = decode.end_of(d["handle"])
+    assert end["event"] == "done", end
     assert prefill.end_of(p["handle"])["event"] == "done"
