@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang_pd.backends.base import Backend, Peer, Transfer, TransferState
+from sglang_pd.protocol.batch import GridBatch
 from sglang_pd.protocol.bind import Chunk, IndexLists, RoomIndices, bind
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.kinds import Elements
@@ -37,6 +38,8 @@ MAX_WAITING_CHUNKS: Final = 65_536
 """Chunks that wait for their room to begin, over all rooms."""
 MAX_WAITING_ROOMS: Final = 65_536
 """Rooms kept, begun or not."""
+MAX_AHEAD_TOKENS: Final = 8_192
+"""The rest of a prompt that is bound ahead is no longer than this, nor than what the engine has ever sent in one."""
 MAX_FORGOTTEN: Final = 65_536
 """Rooms remembered as over, so that an engine's late chunk does not bring one back."""
 FORGOTTEN_S: Final = 30.0
@@ -69,12 +72,33 @@ class _Flight:
         return all(_quiesced(transfer) for _, transfer in self.transfers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Descriptors of a chunk for every destination rank that gets some, of the lists and the meeting they are for."""
+
+    chunk: Chunk
+    indices: RoomIndices
+    meeting: Meeting
+    batches: list[tuple[RankId, GridBatch]]
+
+    @staticmethod
+    def of(rank: RankId, chunk: Chunk, indices: RoomIndices, meeting: Meeting) -> _Bound:
+        plans = ((dst, meeting.pairing.plan(rank, dst)) for dst in meeting.peers)
+        batches = [(dst, bind(plan, indices, chunk)) for dst, plan in plans]
+        return _Bound(chunk, indices, meeting, [(dst, batch) for dst, batch in batches if len(batch)])
+
+    def serves(self, chunk: Chunk, indices: RoomIndices, meeting: Meeting) -> bool:
+        return self.chunk == chunk and self.indices is indices and self.meeting is meeting
+
+
 @dataclass(slots=True)
 class _Room:
     waiting: deque[Ready] = field(default_factory=deque)
     flights: deque[_Flight] = field(default_factory=deque)
     begun: Begin | None = None
     indices: RoomIndices | None = None
+    ahead: _Bound | None = None
+    """The chunk that is expected next, bound while it is computed."""
     next_token: int = 0
     complete: bool = False
     handoff: tuple[int, bytes] | None = None
@@ -108,6 +132,7 @@ class SourceSide:
         self._forgotten: OrderedDict[int, float] = OrderedDict()
         self.meetings = Meetings(rank, backend, report, self._met)
         self._waiting = 0
+        self._longest_chunk = 0
         self.bytes_written = 0
         self.descriptors_written = 0
         self.on_posted: Callable[[int], None] = lambda room: None
@@ -244,6 +269,22 @@ class SourceSide:
         if entry.complete:
             self.on_posted(room)
         self._report_progress(room, entry)
+        try:
+            self._bind_ahead(entry, meeting)
+        except Exception as error:  # it could not be bound later either
+            self._fault(room, entry, info_of(error))
+
+    def _bind_ahead(self, entry: _Room, meeting: Meeting) -> None:
+        """Bind the rest of the prompt while it is computed, where the engine may well send it in one: the time from the
+        last token to its arrival is what counts. Other chunks, and late lists, are bound when they come.
+        """
+        entry.ahead = None
+        if entry.indices is None or entry.complete or entry.faulted:
+            return
+        rest = Chunk(entry.next_token, entry.indices.prompt.tokens, True)
+        late = any(space not in entry.indices.src for space in meeting.pairing.needed.src)
+        if not late and rest.stop - rest.start <= min(self._longest_chunk, MAX_AHEAD_TOKENS):
+            entry.ahead = _Bound.of(self._rank, rest, entry.indices, meeting)
 
     def _write(self, entry: _Room, meeting: Meeting, ready: Ready) -> None:
         chunk = ready.chunk
@@ -257,18 +298,21 @@ class SourceSide:
             )
         if chunk.last:
             entry.indices = entry.indices.completed(meeting.pairing.needed, ready.lists or {})
+        bound, entry.ahead = entry.ahead, None
+        if bound is None or not bound.serves(chunk, entry.indices, meeting):
+            bound = _Bound.of(self._rank, chunk, entry.indices, meeting)
         flight = _Flight(chunk, [])
         entry.flights.append(flight)  # before posting: what was posted is drained even if a later post raises
-        for dst_rank, peer in meeting.peers.items():
-            batch = bind(meeting.pairing.plan(self._rank, dst_rank), entry.indices, chunk)
-            if len(batch):
-                transfer = self._backend.write(peer, batch, after=ready.after, deadline_s=self._deadline_s)
-                flight.transfers.append((peer, transfer))
-                self.bytes_written += transfer.nbytes
-                self.descriptors_written += len(batch)
-                for kind, nbytes, count in meeting.moved(dst_rank, batch):
-                    before = flight.moved.get(kind, (0, 0))
-                    flight.moved[kind] = before[0] + nbytes, before[1] + count
+        for dst_rank, batch in bound.batches:
+            peer = meeting.peers[dst_rank]
+            transfer = self._backend.write(peer, batch, after=ready.after, deadline_s=self._deadline_s)
+            flight.transfers.append((peer, transfer))
+            self.bytes_written += transfer.nbytes
+            self.descriptors_written += len(batch)
+            for kind, nbytes, count in meeting.moved(dst_rank, batch):
+                before = flight.moved.get(kind, (0, 0))
+                flight.moved[kind] = before[0] + nbytes, before[1] + count
+        self._longest_chunk = max(self._longest_chunk, chunk.stop - chunk.start)
         entry.next_token, entry.complete = chunk.stop, chunk.last
 
     def step(self) -> bool:
@@ -297,6 +341,8 @@ class SourceSide:
             flight = entry.flights[0]
             if any(state is not TransferState.DONE for state in flight.states()):
                 return
+            if entry.begun is not None and self.meetings.approaching(entry.begun.peer_epoch):
+                return  # its records need the meeting: `step` comes again
             entry.flights.popleft()
             try:
                 self._report_records(room, entry, flight)
@@ -310,8 +356,6 @@ class SourceSide:
     def _report_records(self, room: int, entry: _Room, flight: _Flight) -> None:
         if entry.begun is None or entry.indices is None:
             return
-        if self.meetings.approaching(entry.begun.peer_epoch):
-            return  # `_met` calls again
         meeting = self.meetings.get(entry.begun.peer_epoch)
         if meeting is None:
             self._fault(room, entry, _no_peer(entry.begun.peer_epoch))

@@ -10,6 +10,7 @@ import numpy as np
 
 from sglang_pd import ControlConfig, DecodeEndpoint, PrefillEndpoint, RankSetup, RoomEvent, create_backend, new_epoch
 from sglang_pd.memory.layout import Capacity, layout_rank
+from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
 from sglang_pd.protocol.bind import IndexLists
@@ -28,6 +29,7 @@ class Side:
         layout = layout_rank(StateSpec((KV,), layers=2), Capacity(32 * PAGE, PAGE), Topology(), RankId(0, 0))
         self.backend = create_backend("local", epoch=new_epoch())
         segments = Scope(self.backend).allocate_layout(layout)
+        self.pools = RankPools(layout, segments)
         self.setup = RankSetup(backend=self.backend, components=layout.components, segments=segments)
         self.space = layout.roots.tokens.list_space
         self.at = kind(replace(CONFIG, instance_id=name), self.setup)
