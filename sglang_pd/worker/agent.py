@@ -253,17 +253,19 @@ class RankAgent:
         """True while engine calls wait."""
         return bool(self._calls)
 
-    def step(self, *, progress: bool = True) -> bool:
+    def step(self, guard: Callable[[Callable[[], object]], None], *, progress: bool = True) -> bool:
         """One turn: engine calls, transfers, fences. True while something of this rank is in flight.
 
-        progress: whether the backend is due, by its wake-up or its interval.
+        guard: carries out one part; what that raises costs this part alone. progress: whether the backend is due, by
+        its wake-up or its interval.
         """
         for _ in range(len(self._calls)):
-            self._calls.popleft()()  # each ends its own room if it fails
+            guard(self._calls.popleft())
         if progress:
-            self.backend.progress()
-        flying, was_seeking = self.source.step(), self.destination.seeking
-        self.destination.step()
+            guard(self.backend.progress)
+        was_seeking = self.destination.seeking
+        guard(self.destination.step)
+        flying = self.source.step()
         if self._leaving_control and not flying and not self.destination.seeking:
             self._leaving_control, self.control_epoch = False, 0
             self.join()

@@ -82,15 +82,22 @@ class DestinationSide:
     def step(self) -> None:
         """Ask the backend again for every fence that is sought.
 
-        A proof that costs the whole backend changes what `describe` says; the agent notices and joins anew.
+        A proof that costs the whole backend changes what `describe` says; the agent notices and joins anew. Raises the
+        first of what `revoke` raised, after everybody was asked about.
         """
+        raised: Exception | None = None
         for peer_epoch, writers in list(self._writers.items()):
-            if not writers.seeking:
-                continue
-            writers.open_epochs = {epoch for epoch in writers.open_epochs if not self._backend.revoke(epoch)}
-            if not writers.open_epochs:
+            for epoch in sorted(writers.open_epochs) if writers.seeking else ():
+                try:
+                    if self._backend.revoke(epoch):
+                        writers.open_epochs.discard(epoch)
+                except Exception as error:
+                    raised = raised or error
+            if writers.seeking and not writers.open_epochs:
                 del self._writers[peer_epoch]
                 self._report(Revoked(peer_epoch=peer_epoch))
+        if raised is not None:
+            raise raised
 
     def check(self, order: Check) -> None:
         """Digest what a record claims to have written into this rank."""

@@ -154,7 +154,7 @@ class WorkerLoop:
 
         def step() -> None:
             nonlocal busy
-            busy = self._agent.step(progress=progress) if self._agent is not None else False
+            busy = self._agent.step(self._guard, progress=progress) if self._agent is not None else False
 
         self._guard(step)
         self._guard(self._driven.turn)

@@ -24,7 +24,7 @@ class Recorded:
         if not self._said:
             self._said = self._ordered = True
 
-    def step(self, *, progress: bool) -> bool:
+    def step(self, guard: Any, *, progress: bool) -> bool:
         if self._ordered:
             self._ordered = False
             self.happened.append("the order is carried out")
