@@ -115,6 +115,10 @@ class _Pair:
         return f"{want.writer}/{want.component}"
 
 
+def _place(record: Wrote) -> tuple[int, int]:
+    return record.token_start, record.layer_start
+
+
 def _is_free(edges: list[int], start: int, stop: int) -> bool:
     """True when [start, stop) touches no covered range: both ends fall into the same gap."""
     if not edges or start >= edges[-1]:
@@ -167,6 +171,11 @@ class RangeLedger:
     def records(self) -> int:
         """Distinct records held."""
         return self._records
+
+    def held(self) -> tuple[Wrote, ...]:
+        """The distinct records with elements, pair by pair in the order of `expected`, rising within a pair."""
+        records = (record for pair in self._pairs.values() for record in sorted(pair.seen, key=_place))
+        return tuple(record for record in records if not record.empty)
 
     @property
     def complete(self) -> bool:

@@ -51,6 +51,7 @@ class State(Label):
     ACCEPTED = "accepted"
     QUEUED = "queued"
     RECEIVING = "receiving"
+    VERIFYING = "verifying"
     # both
     DONE = "done"
     FAILED = "failed"
@@ -99,6 +100,7 @@ class Trigger(Label):
     BEGIN = ("begin", Kind.LOCAL)
     ALLOCATED = ("allocated", Kind.LOCAL)
     REVOKED = ("revoked", Kind.LOCAL)
+    VERIFIED = ("verified", Kind.LOCAL)
     # this side, both
     FAIL = ("fail", Kind.LOCAL)
     CANCEL = ("cancel", Kind.LOCAL)
@@ -123,6 +125,7 @@ class Trigger(Label):
     # conclusions
     MISMATCH = ("prompts differ", Kind.JUDGED)
     ALL_SENT = ("all sent", Kind.JUDGED)
+    ARRIVED = ("all arrived, to be verified", Kind.JUDGED)
     COMPLETE = ("all arrived", Kind.JUDGED)
     BROKEN = ("cannot complete", Kind.JUDGED)
     EXPIRED = ("deadline passed", Kind.JUDGED)
@@ -237,7 +240,14 @@ def _decode() -> dict[State, Row]:
         S.RECEIVING: {
             **open_(S.RECEIVING),
             **_stay(S.RECEIVING, T.ACCEPTED, T.QUEUED),
+            T.ARRIVED: S.VERIFYING,
             T.COMPLETE: S.DONE,
+        },
+        # Everything is here; what still comes was on its way. A claim that contradicts it ends the room all the same.
+        S.VERIFYING: {
+            **open_(S.VERIFYING),
+            **_stay(S.VERIFYING, T.ACCEPTED, T.QUEUED, T.WROTE, T.HANDOFF, T.END),
+            T.VERIFIED: S.DONE,
         },
         S.DONE: ended(S.DONE),
         S.FAILED: {**ended(S.FAILED), T.REFUSED: S.FAILED},
@@ -302,6 +312,7 @@ DEADLINES: dict[Role, dict[State, tuple[Deadline, ...]]] = {
         S.ACCEPTED: (Deadline.LIVENESS,),
         S.QUEUED: (Deadline.LIVENESS,),
         S.RECEIVING: (Deadline.LIVENESS,),
+        S.VERIFYING: (Deadline.LIVENESS,),
     },
 }
 """role -> waiting state -> what bounds it. Terminal states whose memory is quarantined wait under `FENCE_ALARM`."""

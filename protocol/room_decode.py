@@ -37,6 +37,8 @@ from sglang_pd.protocol.room_events import (
     Revoke,
     Revoked,
     TimerFired,
+    Verified,
+    Verify,
 )
 from sglang_pd.protocol.room_machine import Handler, RoomMachine
 
@@ -61,6 +63,8 @@ class DecodeRoom(RoomMachine):
         self._fenced: set[Writer] = set()
         self._all_fenced = False
         self._distrusted: set[Writer] = set()
+        self._verify = False
+        self._record_writer: Writer | None = None
         self._alerted = False
         self._nonce = 0
         self._after = 0
@@ -81,7 +85,8 @@ class DecodeRoom(RoomMachine):
         if not event.ranks:
             raise LocalProtocolError("a room's memory lies on at least one rank", where=f"room {self.room}")
         self._ledger = RangeLedger(event.expected)
-        self.open, self.ranks = message, event.ranks
+        self.open, self.ranks, self._verify = message, event.ranks, event.verify
+        self._record_writer = event.record_writer
         self._go(T.ALLOCATED)
         self._send(message)
         self._heard(now_s)
@@ -133,6 +138,16 @@ class DecodeRoom(RoomMachine):
     def _on_handoff(self, event: Handoff, now_s: float) -> None:
         if self.state.terminal or event == self.handoff:
             return
+        if event.writer != self._record_writer:
+            error = ErrorInfo(
+                code="range_conflict",
+                message="a handoff record of a rank that has none to give",
+                where=f"room {self.room}",
+                expected=str(self._record_writer),
+                actual=str(event.writer),
+            )
+            self._end(T.BROKEN, error, now_s)
+            return
         asked = self.open.prompt_tokens if self.open is not None else 0
         if self.handoff is not None or event.covered_tokens != asked:
             error = ErrorInfo(
@@ -159,22 +174,32 @@ class DecodeRoom(RoomMachine):
         else:
             self.end = event
             self._move(T.END)
-            if not self._short(now_s):
+            if not self._short(now_s) and self.now_in is not State.VERIFYING:
                 self._ask(now_s, after=0)
 
     def _check_complete(self, now_s: float) -> None:
-        if self.handoff is not None and self._ledger.complete:
-            self._out.append(Admit(self.room, self.generation, self.handoff))
-            self._finish(T.COMPLETE, None, now_s)
-            self._send(Admitted(room=self.room, generation=self.generation))
-        else:
+        if self.handoff is None or not self._ledger.complete:
             self._short(now_s)
+        elif self._verify:
+            self._go(T.ARRIVED)
+            self._out.append(Verify(self.room, self.generation, self._ledger.held()))
+        else:
+            self._admit(T.COMPLETE, self.handoff, now_s)
+
+    def _on_verified(self, event: Verified, now_s: float) -> None:
+        if self.handoff is not None:
+            self._admit(T.VERIFIED, self.handoff, now_s)
+
+    def _admit(self, trigger: T, handoff: Handoff, now_s: float) -> None:
+        self._out.append(Admit(self.room, self.generation, handoff))
+        self._finish(trigger, None, now_s)
+        self._send(Admitted(room=self.room, generation=self.generation))
 
     def _short(self, now_s: float) -> bool:
         """Fail the room when prefill has ended, all its records are here, and yet something is missing."""
         if self.state.terminal or self.end is None or self.handoff is None:
             return False
-        if self._ledger.records < self.end.records:
+        if self._ledger.complete or self._ledger.records < self.end.records:
             return False
         missing = self._ledger.missing()
         error = ErrorInfo(
@@ -190,6 +215,8 @@ class DecodeRoom(RoomMachine):
 
     def _end(self, trigger: T, error: ErrorInfo, now_s: float) -> None:
         exposed = self.state.memory is Memory.EXPOSED
+        if self.now_in is State.VERIFYING:  # what was said to be here was not found to be: no claim of it is a fence
+            self._distrusted |= self._ledger.writers
         self._finish(trigger, error, now_s)
         if trigger not in (T.FAILED, T.PEER_FAILED, T.REFUSED):
             self._send_abort()
@@ -340,7 +367,7 @@ class DecodeRoom(RoomMachine):
                 lease_ms = max(1, min(2**32 - 1, round(3_000 * self.limits.lease_renew_s)))
                 self._send(LeaseRenew(room=self.room, lease_ms=lease_ms))
                 self._ask_s = now_s + self.limits.lease_renew_s
-        elif now_s >= self._ask_s:
+        elif now_s >= self._ask_s and self.now_in is not State.VERIFYING:
             self._ask(now_s, after=0, again=True)
 
     def _on_quarantine_timer(self, now_s: float) -> None:
@@ -366,13 +393,16 @@ class DecodeRoom(RoomMachine):
     def next_timer_s(self) -> float | None:
         """See `RoomMachine.next_timer_s`."""
         deadline_s = self.deadline_s()
-        return None if deadline_s is None else min(deadline_s, self._ask_s)
+        if deadline_s is None or self.now_in is State.VERIFYING:  # there is nothing to ask the peer
+            return deadline_s
+        return min(deadline_s, self._ask_s)
 
 
 DecodeRoom.HANDLERS = {
     Begin: (T.BEGIN, DecodeRoom._on_begin),
     Allocated: (T.ALLOCATED, DecodeRoom._on_allocated),
     Revoked: (T.REVOKED, DecodeRoom._on_revoked),
+    Verified: (T.VERIFIED, DecodeRoom._on_verified),
     Fail: (T.FAIL, DecodeRoom._on_fail),
     Cancel: (T.CANCEL, DecodeRoom._on_cancel),
     PeerLost: (T.PEER_LOST, DecodeRoom._on_peer_lost),

@@ -98,13 +98,16 @@ class Begin:
 class Allocated:
     """Memory is held and the open can go out.
 
-    expected: what each source writer owes. ranks: own ranks (names) whose memory is written; a revoke proves the fence
-    once every one of them has done it.
+    expected: what each source writer owes. record_writer: who owes the handoff record. ranks: own ranks (names) whose
+    memory is written; a revoke proves the fence once every one of them has done it. verify: what arrived is compared
+    with what was sent before it is admitted.
     """
 
     open: RoomOpen
     expected: tuple[Expected, ...]
+    record_writer: Writer
     ranks: frozenset[str]
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,11 @@ class Revoked:
     """An own rank has proof that nothing more of the peer's epoch lands in its memory."""
 
     rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Every record of `Verify` was found at all destinations as its writer stated it."""
 
 
 # --- events at both --------------------------------------------------------------------------------------------------
@@ -155,6 +163,7 @@ LocalEvent = (
     | Begin
     | Allocated
     | Revoked
+    | Verified
     | Fail
     | Cancel
     | PeerLost
@@ -200,6 +209,17 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Decode: every byte is said to be here. Compare all of these records with memory, then report `Verified`, or
+    `Fail`.
+    """
+
+    room: int
+    generation: int
+    records: tuple[Wrote, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Revoke:
     """Decode: the peer is lost; own ranks should seek proof that its epoch writes no more, then report `Revoked`."""
 
@@ -240,4 +260,4 @@ class Alert:
     text: str
 
 
-Effect = Send | Start | Stop | Admit | Revoke | Releasable | Ended | Alert
+Effect = Send | Start | Stop | Admit | Verify | Revoke | Releasable | Ended | Alert

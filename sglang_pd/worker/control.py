@@ -446,10 +446,9 @@ class InstanceControl:
 
     def turn(self) -> None:
         """Everything that is due: queued reports, timers, handshakes, silent ranks."""
-        while self._reports:
-            reports, self._reports = self._reports, []
-            for rank, report in reports:
-                self._on_report(rank, report)
+        reports, self._reports = self._reports, []  # what they give rise to has the next turn: heartbeats come between
+        for rank, report in reports:
+            self._on_report(rank, report)
         now_s = self._clock()
         self._forgive_own_stall(now_s)
         self._try_pending()
@@ -486,6 +485,8 @@ class InstanceControl:
 
     def next_timer_s(self) -> float | None:
         """When `turn` is due next, by this control's clock; None: nothing waits."""
+        if self._reports:
+            return self._clock()
         times: list[float | None] = [pending.deadline_s for pending in self._pending]
         if self.peering is not None and self.desk is not None:
             times += [self.peering.next_timer_s(), self.desk.next_timer_s()]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_pd.protocol.bind import check_lists, check_prefix
-from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RemoteProtocolError, RoomError
+from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RoomError
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.protocol.messages import Handoff, Message, RoomMessage, RoomOpen, Writer
+from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Limits, Role
 from sglang_pd.protocol.room_events import (
@@ -34,6 +34,8 @@ from sglang_pd.protocol.room_events import (
     Send,
     Start,
     Stop,
+    Verified,
+    Verify,
 )
 from sglang_pd.protocol.room_events import Revoked as Proven
 from sglang_pd.protocol.rooms_decode import DecodeRooms
@@ -117,7 +119,7 @@ class RoomDesk:
         self._proven: dict[int, set[str]] = {}
         self._now_s = 0.0
         self.watch = Watch()
-        self.verification = Verification(ranks, outside.order, self._believe, self._fail_decode)
+        self.verification = Verification(ranks, outside.order, self._found, self._verified)
 
     # --- from the engine ---------------------------------------------------------------------------------------------
 
@@ -174,8 +176,15 @@ class RoomDesk:
         verify = chosen(facts.room, self._verify_mode)
         if verify:
             self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
-        names = frozenset(str(rank) for rank in self._ranks)
-        self._local(Role.DECODE, facts.room, Allocated(open=message, expected=pairing.expected(prompt), ranks=names))
+        writer = pairing.prefill.topology.record_rank
+        allocated = Allocated(
+            open=message,
+            expected=pairing.expected(prompt),
+            record_writer=Writer(pp=writer.pp_rank, tp=writer.tp_rank),
+            ranks=frozenset(str(rank) for rank in self._ranks),
+            verify=verify,
+        )
+        self._local(Role.DECODE, facts.room, allocated)
 
     def decline(self, room: int, peer_epoch: int, error: ErrorInfo, now_s: float) -> None:
         """Decode: a room is refused before it opens (it can never fit, say); its prefill fails it with this cause.
@@ -209,46 +218,17 @@ class RoomDesk:
         self._now_s = now_s
         if source:
             self._carry(Role.PREFILL, self.prefill.receive(peer_epoch, message, now_s))
-        elif isinstance(message, RoomMessage) and self._verified(peer_epoch, message):
-            self.watch.heard(message, checked=True)
-            self.verification.take(peer_epoch, message)
         else:
-            self._check_writer(peer_epoch, message)
-            self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, now_s))
+            effects = self.decode.receive(peer_epoch, message, now_s)
             if isinstance(message, RoomMessage):
-                self.watch.heard(message, checked=False)
-                self.watch.recorded(message, checked=False)
+                self.watch.heard(message)
+            self._carry(Role.DECODE, effects)
 
-    def _check_writer(self, peer_epoch: int, message: Message) -> None:
-        """A room's record is its last PP stage's TP rank 0's. Raises `RemoteProtocolError`."""
-        pairing = self._outside.pairing(peer_epoch) if isinstance(message, Handoff) else None
-        if isinstance(message, Handoff) and pairing is not None:
-            wanted = pairing.prefill.topology.record_rank
-            if (message.writer.pp, message.writer.tp) != (wanted.pp_rank, wanted.tp_rank):
-                raise RemoteProtocolError(
-                    "a record of a rank that has none to give",
-                    code="range_conflict",
-                    where=f"room {message.room}",
-                    expected=wanted,
-                    actual=message.writer,
-                )
+    def _found(self, record: Wrote) -> None:
+        self.watch.verified(record)
 
-    def _verified(self, peer_epoch: int, message: RoomMessage) -> bool:
-        """Whether it is of a room that runs here and is verified; anything else is for the table to answer."""
-        found = self.decode.rooms.get(message.room)
-        if found is None or (found.generation, found.peer.epoch) != (message.generation, peer_epoch):
-            return False
-        return not found.state.terminal and chosen(message.room, self._verify_mode)
-
-    def _believe(self, peer_epoch: int, message: RoomMessage) -> None:
-        self.watch.recorded(message, checked=True)
-        try:
-            self._carry(Role.DECODE, self.decode.receive(peer_epoch, message, self._now_s))
-        except PdError as error:
-            self.counts[f"refused_{error.code}"] += 1
-
-    def _fail_decode(self, room: int, generation: int, error: ErrorInfo) -> None:
-        self._local(Role.DECODE, room, Fail(error), generation)
+    def _verified(self, room: int, generation: int, error: ErrorInfo | None) -> None:
+        self._local(Role.DECODE, room, Verified() if error is None else Fail(error), generation)
 
     # --- from own ranks ----------------------------------------------------------------------------------------------
 
@@ -310,7 +290,7 @@ class RoomDesk:
         try:
             effects = table.local(room, event, self._now_s)
         except LocalProtocolError as error:
-            if isinstance(event, Fail | Cancel | RankFenced | Computed | Proven):
+            if isinstance(event, Fail | Cancel | RankFenced | Computed | Proven | Verified):
                 self.counts[f"ignored_{type(event).__name__}"] += 1
                 return
             # What one of our own ranks claims cannot be: the room must not go on as if it could.
@@ -363,6 +343,9 @@ class RoomDesk:
             for writer in sorted(effect.writers):
                 order = Halt(room=effect.room, generation=effect.generation)
                 self._outside.order(order, RankId(writer.pp, writer.tp))
+        elif isinstance(effect, Verify):
+            self.watch.verifying(effect.room, effect.generation)
+            self.verification.start(effect)
         elif isinstance(effect, Revoke):
             self._seek(effect)
         elif isinstance(effect, Releasable):

@@ -172,31 +172,34 @@ class Watch:
             if record.nbytes and (known := self._known(record)) is not None:
                 self.observer.bytes_moved(known.key, record.component, record.nbytes, descriptors)
 
-    def heard(self, message: RoomMessage, *, checked: bool) -> None:
-        """Decode: a message of the room came. checked: its digests are compared before it counts."""
+    def heard(self, message: RoomMessage) -> None:
+        """Decode: a message of the room counts; new records in it are bytes that arrived."""
+        records = message.wrote if isinstance(message, StatusReply) else (message,)
         with self._lock:
             known = self._known(message)
             if known is None:
                 return
             if isinstance(message, RoomAccepted | Queued):
                 self.observer.stage(known.key, Stage.QUEUE)
-            elif isinstance(message, Wrote):
-                self.observer.stage(known.key, Stage.VERIFY if checked and not message.empty else Stage.WIRE)
-
-    def recorded(self, message: RoomMessage, *, checked: bool) -> None:
-        """Decode: a message counts; new records in it are bytes that arrived."""
-        records = message.wrote if isinstance(message, StatusReply) else (message,)
-        with self._lock:
-            known = self._known(message)
             for record in records:
-                if known is None or not isinstance(record, Wrote) or record.empty or record in known.records:
+                if not isinstance(record, Wrote) or record.empty or record in known.records:
                     continue
                 known.records.add(record)
                 self.observer.stage(known.key, Stage.WIRE)
-                if checked:
-                    layers = len(record.digests) // 8
-                    self.observer.verified(known.key, record.component, layers, 0)
                 self.observer.bytes_moved(known.key, record.component, record.nbytes)
+
+    def verifying(self, room: int, generation: int) -> None:
+        """Decode: everything is here, and is compared."""
+        with self._lock:
+            known = self._rooms.get(room)
+            if known is not None and known.key.generation == generation:
+                self.observer.stage(known.key, Stage.VERIFY)
+
+    def verified(self, record: Wrote) -> None:
+        """Decode: a record is in memory as it was sent."""
+        with self._lock:
+            if (known := self._known(record)) is not None:
+                self.observer.verified(known.key, record.component, len(record.digests) // 8, 0)
 
     def event(self, event: RoomEvent) -> None:
         """What the control tells the engine."""

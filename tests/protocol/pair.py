@@ -41,6 +41,8 @@ from sglang_pd.protocol.room_events import (
     Send,
     Start,
     Stop,
+    Verified,
+    Verify,
 )
 from sglang_pd.protocol.rooms_decode import DecodeRooms
 from sglang_pd.protocol.rooms_prefill import PrefillRooms
@@ -132,6 +134,8 @@ class World:
         self.released: dict[str, set[tuple[int, int]]] = {"P": set(), "D": set()}
         self.ended: dict[str, dict[tuple[int, int], Ended]] = {"P": {}, "D": {}}
         self.admitted: set[tuple[int, int]] = set()
+        self.checks: dict[tuple[int, int], Verify] = {}
+        """Rooms whose bytes are compared just now: those with an odd id."""
         self.alerts: list[Alert] = []
         self.local_end: set[int] = set()
         """Rooms that a side ended by itself (cancel, fail, kill), so that the two ends may differ."""
@@ -164,8 +168,12 @@ class World:
                 assert key not in self.ended[side], "ended twice"
                 self.ended[side][key] = effect
                 assert (effect.error is None) == (effect.state == "done")
+            elif isinstance(effect, Verify):
+                assert key not in self.checks and len(effect.records) == sum(not r[3] == r[2] for r in PIECES)
+                self.checks[key] = effect
             elif isinstance(effect, Admit):
                 assert key not in self.admitted
+                assert key[0] % 2 == 0 or key in self.checks, "admitted unseen"
                 self.admitted.add(key)
                 assert not any(self.key_of(write) == key for write in self.writes), "admitted before the bytes"
             else:
@@ -226,7 +234,10 @@ class World:
     def allocate(self, room: int, digest: int = DIGEST) -> None:
         found = self.decode.rooms[room]
         message = open_message(room, found.generation, found.peer.epoch, digest)
-        self.local("D", room, Allocated(open=message, expected=EXPECTED, ranks=RANKS))
+        allocated = Allocated(
+            open=message, expected=EXPECTED, record_writer=W0, ranks=RANKS, verify=room % 2 == 1
+        )  # fmt: skip
+        self.local("D", room, allocated)
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
@@ -298,6 +309,16 @@ class World:
         if asked.room in self.decode.rooms and self.decode.rooms[asked.room].generation == asked.generation:
             self.local("D", asked.room, Revoked(rank))
 
+    def compared(self, key: tuple[int, int], *, equal: bool) -> None:
+        """What memory holds was compared with what was sent."""
+        found = self.decode.rooms.get(key[0])
+        if found is None or found.generation != key[1] or found.now_in is not State.VERIFYING:
+            return
+        if not equal:
+            self.local_end.add(key[0])
+        differs = Fail(ErrorInfo(code="digest_mismatch", message="other bytes"))
+        self.local("D", key[0], Verified() if equal else differs)
+
     # --- time and death ----------------------------------------------------------------------------------------------
 
     def beat(self, side: str) -> None:
@@ -358,6 +379,7 @@ class World:
         if self.writes:
             at_write = rng.randrange(len(self.writes))
             actions += [partial(self.land, at_write, rng.choice(sorted(RANKS)))] * 3
+        actions += [partial(self.compared, key, equal=rng.random() < 0.8) for key in self.checks]
         if self.revokes:
             actions.append(partial(self.revoke, rng.randrange(len(self.revokes)), rng.choice(sorted(RANKS))))
         if actions:
@@ -434,6 +456,8 @@ class World:
                 self.hand_off(key)
                 for writer in (W0, W1):
                     self.fence(key, writer, fenced=True)
+            for key in list(self.checks):
+                self.compared(key, equal=True)
             while self.revokes:
                 for rank in sorted(RANKS):
                     self.revoke(0, rank)

@@ -40,6 +40,7 @@ from sglang_pd.protocol.room_events import (
     Request,
     Revoked,
     TimerFired,
+    Verified,
 )
 from sglang_pd.protocol.room_machine import RoomMachine
 from sglang_pd.protocol.room_prefill import PrefillRoom
@@ -81,8 +82,9 @@ EVENTS: dict[Role, list[LocalEvent | Message]] = {
     ],
     Role.DECODE: [
         Begin(),
-        Allocated(open=OPEN, expected=EXPECTED, ranks=RANKS),
+        Allocated(open=OPEN, expected=EXPECTED, record_writer=W0, ranks=RANKS),
         Revoked("d0"),
+        Verified(),
         Fail(BROKE),
         Cancel(),
         PeerLost(ErrorInfo(code="peer_lost", message="gone")),
@@ -135,19 +137,24 @@ def prefill_in(state: State) -> PrefillRoom:
     return room
 
 
-def decode_in(state: State) -> DecodeRoom:
-    """A decode room that was driven into `state` by legal events."""
+def decode_in(state: State, *, verify: bool = False) -> DecodeRoom:
+    """A decode room that was driven into `state` by legal events. verify: its bytes are compared; always for
+    VERIFYING."""
     room = DecodeRoom(ROOM, GENERATION, peer(11), LIMITS, NOW_S)
     if state is State.NEW:
         return room
     room.handle(Begin(), NOW_S)
     if state is State.ALLOCATING:
         return room
-    room.handle(EVENTS[Role.DECODE][1], NOW_S)
+    allocated = Allocated(
+        open=OPEN, expected=EXPECTED, record_writer=W0, ranks=RANKS, verify=verify or state is State.VERIFYING
+    )  # fmt: skip
+    room.handle(allocated, NOW_S)
     arrivals: dict[State, list[LocalEvent | Message]] = {
         State.ACCEPTED: [RoomAccepted(**KEY, state="matched")],
         State.QUEUED: [Queued(**KEY)],
         State.RECEIVING: [wrote(ROOM, GENERATION, 1)],
+        State.VERIFYING: [*(wrote(ROOM, GENERATION, piece) for piece in range(len(PIECES))), HANDOFF],
         State.DONE: [*(wrote(ROOM, GENERATION, piece) for piece in range(len(PIECES))), HANDOFF],
         State.FAILED: [Failed(**KEY, error=BROKE)],
         State.ABORTED: [Cancel()],

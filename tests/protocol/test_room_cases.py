@@ -203,7 +203,7 @@ def test_decode_admits_on_all_ranges_and_the_record_in_any_order(order: tuple[in
 
 def test_rooms_without_any_component_are_complete_with_their_record() -> None:
     room = decode_in(State.ALLOCATING)
-    room.handle(Allocated(open=OPEN, expected=(), ranks=RANKS), NOW_S)
+    room.handle(Allocated(open=OPEN, expected=(), record_writer=W0, ranks=RANKS), NOW_S)
     assert of(room.handle(HANDOFF, NOW_S, room.peer), Admit)
     prefill = prefill_in(State.MATCHED)
     prefill.handle(Bound(()), NOW_S)
@@ -214,7 +214,7 @@ def test_rooms_without_any_component_are_complete_with_their_record() -> None:
 def test_an_empty_plan_still_owes_its_record() -> None:
     room = decode_in(State.ALLOCATING)
     owed = (Expected(W0, "KV", (), 0, 0),)
-    room.handle(Allocated(open=OPEN, expected=owed, ranks=RANKS), NOW_S)
+    room.handle(Allocated(open=OPEN, expected=owed, record_writer=W0, ranks=RANKS), NOW_S)
     assert not of(room.handle(HANDOFF, NOW_S, room.peer), Admit)
     empty = replace_record(5, writer=W0, component="KV")
     assert of(room.handle(empty, NOW_S, room.peer), Admit)
@@ -375,7 +375,7 @@ def test_many_records_come_in_pages() -> None:
     owed = (Expected(W0, "KV", layers, 0, TOKENS),)
     prefill, decode = prefill_in(State.MATCHED), decode_in(State.ALLOCATING)
     prefill.handle(Bound(owed), NOW_S)
-    decode.handle(Allocated(open=OPEN, expected=owed, ranks=RANKS), NOW_S)
+    decode.handle(Allocated(open=OPEN, expected=owed, record_writer=W0, ranks=RANKS), NOW_S)
     for layer in layers:
         record = replace_record(0, layer_start=layer, layer_stop=layer + 1, token_stop=TOKENS, last=layer == 1_299)
         prefill.handle(RankWrote(record), NOW_S)
@@ -454,7 +454,7 @@ def test_decode_that_waits_for_memory_renews_the_lease() -> None:
 
 
 def test_bad_allocations_are_the_callers_fault() -> None:
-    good = Allocated(open=OPEN, expected=EXPECTED, ranks=RANKS)
+    good = Allocated(open=OPEN, expected=EXPECTED, record_writer=W0, ranks=RANKS)
     for bad in (
         replace(good, ranks=frozenset()),
         replace(good, expected=(*EXPECTED, EXPECTED[0])),

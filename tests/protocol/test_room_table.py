@@ -68,7 +68,9 @@ def decode() -> tuple[DecodeRooms, int]:
     table = DecodeRooms(22, LIMITS)
     table.add_peer(11, "prefill", LIVENESS_S, NOW_S)
     generation, _ = table.begin(1, 11, NOW_S)
-    table.local(1, Allocated(open=open_message(1, generation, 11), expected=EXPECTED, ranks=RANKS), NOW_S)
+    table.local(
+        1, Allocated(open=open_message(1, generation, 11), expected=EXPECTED, record_writer=W0, ranks=RANKS), NOW_S
+    )
     return table, generation
 
 
@@ -296,7 +298,7 @@ def test_prefill_is_told_of_rooms_that_are_over_here() -> None:
     for piece in range(6):
         done.receive(11, wrote(1, again, piece), NOW_S)
     sample = SAMPLES["handoff"]
-    done.receive(11, msgspec.structs.replace(sample, room=1, generation=again, covered_tokens=TOKENS), NOW_S)
+    done.receive(11, msgspec.structs.replace(sample, room=1, generation=again, writer=W0, covered_tokens=TOKENS), NOW_S)
     assert answers(done.receive(11, RoomEnd(room=1, generation=again, records=6), NOW_S)) == [
         Admitted(room=1, generation=again)
     ]
