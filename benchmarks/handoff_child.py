@@ -78,13 +78,13 @@ class Child:
 
     def do_request(self, room: int, tokens: int, scattered: bool = False) -> None:
         ids = np.arange(tokens)
-        self.endpoint.request(room, ids, self.lists(0, -(-tokens // PAGE_TOKENS), scattered))
+        self.handle = self.endpoint.request(room, ids, self.lists(0, -(-tokens // PAGE_TOKENS), scattered))
 
     def do_fire(self, room: int, tokens: int) -> dict[str, float]:
         """The last token of the prompt is computed."""
         began_s = time.monotonic()
-        self.endpoint.send(room, 0, tokens, last=True)
-        self.endpoint.finish(room, tokens, b"first token")
+        self.endpoint.send(self.handle, 0, tokens, last=True)
+        self.endpoint.finish(self.handle, tokens, b"first token")
         return {"at_s": began_s}
 
     def do_open(self, room: int, tokens: int, address: str, scattered: bool = False) -> None:
@@ -111,9 +111,9 @@ class Child:
             if self.role == "decode":
                 self.endpoint.open(room, address, ids, lists)
                 return
-            self.endpoint.request(room, ids, lists)
-            self.endpoint.send(room, 0, PAGE_TOKENS, last=True)
-            self.endpoint.finish(room, PAGE_TOKENS, b"")
+            handle = self.endpoint.request(room, ids, lists)
+            self.endpoint.send(handle, 0, PAGE_TOKENS, last=True)
+            self.endpoint.finish(handle, PAGE_TOKENS, b"")
 
         while done < rooms:
             while started < rooms and started - done < in_flight:

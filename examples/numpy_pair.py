@@ -36,14 +36,14 @@ def main():
 
     prompt = list(range(100, 150))  # 50 tokens: 4 pages, the last one partial
     src, dst = p_pages.ingest([60, 3, 17, 41]), d_pages.ingest([5, 47, 12, 30])
-    prefill.request(7, prompt, {p_pages: src})
+    handle = prefill.request(7, prompt, {p_pages: src})
     decode.open(7, prefill.address, prompt, {d_pages: dst})
     for layer in range(LAYERS):  # "compute": fill the prompt's pages
         for part in ("k", "v"):
             p_pools.array("KV", layer, part)[src.lower()] = np.random.rand(4, PAGE, 1, HEADS, HEAD_DIM)
-    prefill.send(7, 0, 32, last=False)  # chunks may go while the next one is computed
-    prefill.send(7, 32, 50, last=True)
-    prefill.finish(7, covered_tokens=50, record=b"first token: 42")
+    prefill.send(handle, 0, 32, last=False)  # chunks may go while the next one is computed
+    prefill.send(handle, 32, 50, last=True)
+    prefill.finish(handle, covered_tokens=50, record=b"first token: 42")
 
     admitted = None
     while admitted is None:

@@ -21,6 +21,7 @@ from sglang_pd import (
     RankEndpoint,
     RankSetup,
     create_backend,
+    handle_of,
     new_epoch,
 )
 from sglang_pd.memory.adopt import adopt_rank, tensor_buffer
@@ -86,12 +87,13 @@ def process(role, rank, pipe):
         endpoint = RankEndpoint(engine.setup, pipe.recv())
     pages = engine.allocate(len(PROMPT))
     if role == "prefill":
+        handle = handle_of("request-1")  # every rank runs the same schedule, and names the room alike
         if rank == 0:
-            endpoint.request(7, PROMPT, {engine.space: engine.space.ingest(pages)})
+            endpoint.request(7, PROMPT, {engine.space: engine.space.ingest(pages)}, handle=handle)
         engine.prefill(pages, PROMPT)
-        endpoint.send(7, 0, len(PROMPT), last=True)
+        endpoint.send(handle, 0, len(PROMPT), last=True)
         if rank == 0:
-            endpoint.finish(7, len(PROMPT), b"first token: 42")
+            endpoint.finish(handle, len(PROMPT), b"first token: 42")
     elif rank == 0:
         endpoint.open(7, pipe.recv(), PROMPT, {engine.space: engine.space.ingest(pages)})
         admitted = None

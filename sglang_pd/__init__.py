@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_pd.worker.endpoint import RankEndpoint as RankEndpoint
     from sglang_pd.worker.endpoint import RankSetup as RankSetup
     from sglang_pd.worker.endpoint import Trace as Trace
+    from sglang_pd.worker.endpoint import handle_of as handle_of
     from sglang_pd.worker.endpoint import new_epoch as new_epoch
     from sglang_pd.worker.events import EventKind as EventKind
     from sglang_pd.worker.events import RoomEvent as RoomEvent
@@ -31,6 +32,7 @@ _WHERE = {
     "RankEndpoint": "sglang_pd.worker.endpoint",
     "RankSetup": "sglang_pd.worker.endpoint",
     "Trace": "sglang_pd.worker.endpoint",
+    "handle_of": "sglang_pd.worker.endpoint",
     "new_epoch": "sglang_pd.worker.endpoint",
     "EventKind": "sglang_pd.worker.events",
     "RoomEvent": "sglang_pd.worker.events",

@@ -150,29 +150,29 @@ class RankAgent:
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
 
-    def send(self, room: int, chunk: Chunk, *, after: Any = None, lists: IndexLists | None = None) -> None:
-        """Hand over a computed chunk of the room's prompt.
+    def send(self, handle: int, chunk: Chunk, *, after: Any = None, lists: IndexLists | None = None) -> None:
+        """Hand over a computed chunk of the prompt of the room that goes by that handle.
 
         `after`: device event on which the bytes depend. lists: late source lists, with the last chunk. The source
         memory stays untouched until `RELEASABLE`.
         """
-        plain = operator.index(room)
+        plain = operator.index(handle)
         chunk = Chunk(operator.index(chunk.start), operator.index(chunk.stop), bool(chunk.last))
         own = None if lists is None else dict(lists)  # the engine may fill its own again at once
         self._call(lambda: self.source.chunk(plain, Ready(chunk, after, own)))
 
-    def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
+    def handoff(self, handle: int, covered_tokens: int, record: bytes) -> None:
         """Hand over the record that travels with the state: once, by the last PP stage's TP rank 0.
 
         Raises `LocalProtocolError` for one larger than 64 KiB.
         """
-        plain, covered = operator.index(room), operator.index(covered_tokens)
+        plain, covered = operator.index(handle), operator.index(covered_tokens)
         record = bytes(memoryview(record))
         if len(record) > MAX_RECORD_BYTES:
             raise LocalProtocolError(
                 "the handoff record is too large; large tensors are a REQUEST_ROW component",
                 code="message_malformed",
-                where=f"room {room}",
+                where=f"handle {handle}",
                 expected=f"<= {MAX_RECORD_BYTES} bytes",
                 actual=f"{len(record)} bytes",
             )
@@ -218,7 +218,7 @@ class RankAgent:
 
     def _refuse(self, order: AnyOrder, info: ErrorInfo) -> None:
         if isinstance(order, Begin):
-            self._report(RoomFault(room=order.room, generation=order.generation, error=info))
+            self._report(RoomFault(room=order.room, generation=order.generation, handle=order.handle, error=info))
         elif isinstance(order, Pair | Unpair | Seek):
             self._report(Paired(peer_epoch=order.peer_epoch, error=info))
         elif isinstance(order, Halt | Forget):

@@ -192,10 +192,10 @@ class InstanceControl:
         else:
             self.desk.request(facts, self._clock())
 
-    def computed(self, room: int) -> None:
-        """Prefill: a room's prompt is computed."""
+    def computed(self, handle: int) -> None:
+        """Prefill: the prompt of the room that goes by that handle is computed."""
         if self.desk is not None:
-            self.desk.computed(room, self._clock())
+            self.desk.computed(handle, self._clock())
 
     def open(self, facts: RoomFacts, address: str, declined: ErrorInfo | None = None) -> None:
         """Decode: open a room at the instance behind `address`; waits for the handshake. declined: only tell it why
@@ -246,9 +246,7 @@ class InstanceControl:
             return  # nobody waits for a room that was only declined
         self._emit(RoomEvent(kind, facts.room, 0, handle=facts.handle, error=error.info()))
         self._emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
-        if self.desk is None or not self.desk.knows(facts.room):
-            # What its engine has sent already must not become the state of a later request.
-            self.ranks.order(Forget(room=facts.room, generation=0))
+        self.ranks.order(Forget(room=facts.room, generation=0, handle=facts.handle))
 
     def _try_pending(self) -> None:
         """Open what waited for a handshake that is through; refuse what waited for one that failed, or too long."""

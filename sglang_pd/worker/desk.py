@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from sglang_pd.protocol.bind import check_lists, check_prefix
 from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RoomError
 from sglang_pd.protocol.indices import IndexList
@@ -78,7 +80,7 @@ class Outside(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoomFacts:
-    """What the engine said of a room. handle: the engine's call, for its events."""
+    """What the engine said of a room. handle: this use of the room's id; the engine's chunks and events carry it."""
 
     handle: int
     room: int
@@ -115,6 +117,8 @@ class RoomDesk:
         self.decode = DecodeRooms(epoch, limits=limits)
         self.counts: Counter[str] = Counter()
         self._known: dict[tuple[Role, int], _Known] = {}
+        self._handles: dict[int, int] = {}
+        """Rooms of prefill by their handles."""
         self._sought: dict[int, set[int]] = {}
         self._proven: dict[int, set[str]] = {}
         self._now_s = 0.0
@@ -133,16 +137,19 @@ class RoomDesk:
             self._refuse(facts, error)
             return
         self._known[Role.PREFILL, facts.room] = _Known(facts)
+        self._handles[facts.handle] = facts.room
         self.watch.requested(
             facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens
         )  # fmt: skip
         self._carry(Role.PREFILL, effects)
 
-    def computed(self, room: int, now_s: float) -> None:
-        """Prefill: the whole prompt is computed."""
+    def computed(self, handle: int, now_s: float) -> None:
+        """Prefill: the whole prompt of the room that goes by that handle is computed."""
         self._now_s = now_s
-        self.watch.computed(room)
-        self._local(Role.PREFILL, room, Computed())
+        room = self._handles.get(handle)
+        if room is not None:
+            self.watch.computed(room)
+            self._local(Role.PREFILL, room, Computed())
 
     def open(self, facts: RoomFacts, peer_epoch: int, now_s: float) -> None:
         """Decode: memory is held, open the room at that peer. A refusal is an event for its handle."""
@@ -200,16 +207,10 @@ class RoomDesk:
         for role in (Role.PREFILL, Role.DECODE):
             self._local(role, room, Cancel(error))
 
-    def knows(self, room: int) -> bool:
-        """Whether a room of that id is open here, under whichever handle."""
-        return (Role.PREFILL, room) in self._known or (Role.DECODE, room) in self._known
-
     def _refuse(self, facts: RoomFacts, error: PdError) -> None:
         self._outside.emit(RoomEvent(EventKind.FAILED, facts.room, 0, handle=facts.handle, error=error.info()))
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, facts.room, 0, handle=facts.handle))
-        # A refused prefill leg may have chunks waiting at the ranks, unless the room lives on under its first handle.
-        if not self.knows(facts.room):
-            self._outside.order(Forget(room=facts.room, generation=0))
+        self._outside.order(Forget(room=facts.room, generation=0, handle=facts.handle))
 
     # --- from peers --------------------------------------------------------------------------------------------------
 
@@ -241,10 +242,9 @@ class RoomDesk:
             self._local(Role.PREFILL, report.record.room, RankWrote(report.record), report.record.generation)
         elif isinstance(report, HandedOff):
             event = HandoffReady(writer=writer, covered_tokens=report.covered_tokens, record=report.record)
-            self._local(Role.PREFILL, report.room, event)
+            self._local(Role.PREFILL, report.room, event, report.generation)
         elif isinstance(report, RoomFault):
-            self._local(Role.PREFILL, report.room, Fail(report.error), report.generation)
-            self._local(Role.DECODE, report.room, Fail(report.error), report.generation)
+            self._fault(report)
         elif isinstance(report, Fenced):
             fenced = RankFenced(
                 writer=writer, fenced=report.fenced, source_free=report.source_free, reason=report.reason
@@ -258,6 +258,13 @@ class RoomDesk:
                 self._local(Role.DECODE, room, Proven(str(rank)))
         elif isinstance(report, Checked):
             self.verification.answer(rank, report)
+
+    def _fault(self, report: RoomFault) -> None:
+        if report.generation:
+            for role in (Role.PREFILL, Role.DECODE):
+                self._local(role, report.room, Fail(report.error), report.generation)
+        elif (room := self._handles.get(report.handle)) is not None:
+            self._local(Role.PREFILL, room, Fail(report.error))
 
     def rank_gone(self, rank: RankId, error: ErrorInfo, now_s: float) -> None:
         """An own rank died: every room fails; its source memory is gone with it, its fence stays unproven."""
@@ -274,7 +281,7 @@ class RoomDesk:
         writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
         for room in self.prefill.rooms.values():
             if room.state.terminal and writer in room.unfenced:
-                self._outside.order(Halt(room=room.room, generation=room.generation), rank)
+                self._outside.order(self._halt(room.room, room.generation), rank)
         for epoch in self._sought:
             if str(rank) not in self._proven.get(epoch, ()):
                 self._outside.order(Seek(peer_epoch=epoch), rank)
@@ -341,7 +348,7 @@ class RoomDesk:
             self._start(effect)
         elif isinstance(effect, Stop):
             for writer in sorted(effect.writers):
-                order = Halt(room=effect.room, generation=effect.generation)
+                order = self._halt(effect.room, effect.generation)
                 self._outside.order(order, RankId(writer.pp, writer.tp))
         elif isinstance(effect, Verify):
             self.watch.verifying(effect.room, effect.generation)
@@ -375,6 +382,11 @@ class RoomDesk:
         known = self._known.get((role, room))
         if known and known.ended and known.released:
             del self._known[role, room]
+            self._handles.pop(known.facts.handle, None)
+
+    def _halt(self, room: int, generation: int) -> Halt:
+        known = self._known.get((Role.PREFILL, room))
+        return Halt(room=room, generation=generation, handle=known.facts.handle if known else 0)
 
     def _start(self, effect: Start) -> None:
         """Request and open agree: check both sides' lists, then every rank may write."""
@@ -395,7 +407,8 @@ class RoomDesk:
         verify = chosen(effect.room, self._verify_mode)
         self.watch.started(effect.open, pairing)
         self._local(Role.PREFILL, effect.room, Bound(pairing.expected(prompt)))
-        self._outside.order(self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify))
+        order = self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify)
+        self._outside.order(msgspec.structs.replace(order, handle=facts.handle))
 
     def _begin(self, message: RoomOpen, peer_epoch: int, *, src_lists: tuple[IndexList, ...], verify: bool) -> Begin:
         return Begin(
@@ -428,7 +441,8 @@ class RoomDesk:
             known.released = True
         self._drop_if_over(role, effect.room)
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, effect.room, effect.generation, handle=handle))
-        self._outside.order(Forget(room=effect.room, generation=effect.generation))
+        source = handle if role is Role.PREFILL else 0
+        self._outside.order(Forget(room=effect.room, generation=effect.generation, handle=source))
         if role is Role.DECODE:
             self.verification.forget(effect.room, effect.generation)
             for epoch, rooms in list(self._sought.items()):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
@@ -40,7 +41,7 @@ log = logging.getLogger("sglang_pd.worker")
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
 MAX_ROOM: Final = 2**63 - 1
-MAX_PAST_ROOMS: Final = 65_536
+MAX_PAST: Final = 65_536
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -97,11 +98,14 @@ class Endpoint:
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told = False
-        self._handles = itertools.count(1)
+        self._handles = itertools.count(1 + (secrets.randbits(31) << 31))  # unlike those of an incarnation before
         self._closed = False
         self._active: dict[int, int] = {}
+        """Handle of each room in use here."""
+        self._open: set[int] = set()
+        """These handles."""
         self._past: dict[int, None] = {}
-        """Rooms that ended here, the latest `MAX_PAST_ROOMS`: what an engine still sends for them is ignored."""
+        """Handles that are over, the latest `MAX_PAST`: what an engine still sends for them is ignored."""
         self._halves: set[int] = set()
         """Handles that gave one of their two last events, the terminal one and RELEASABLE."""
         self.link = Link(network.curve)
@@ -135,10 +139,7 @@ class Endpoint:
             half = event.handle in self._halves
             (self._halves.discard if half else self._halves.add)(event.handle)
             if half and self._active.get(event.room) == event.handle:
-                self._past[event.room] = None
-                del self._active[event.room]
-                if len(self._past) > MAX_PAST_ROOMS:
-                    del self._past[next(iter(self._past))]
+                self._leave(event.room, event.handle)
         self.watch.event(event)
         self._events.append(event)
         if not self._told:
@@ -146,17 +147,28 @@ class Endpoint:
             os.eventfd_write(self._event_fd, 1)
 
     def _enter(self, facts: RoomFacts, call: Callable[[], None]) -> int:
-        """Begin a room by its call, unless the room is in use here: its chunks could not be told apart. A room whose
-        call is refused was never in use.
+        """Begin a room by its call, unless it is in use here, or the handle ever was. A room whose call is refused was
+        never in use.
         """
+        if facts.handle in self._open or facts.handle in self._past:
+            raise RoomError("that handle was given before", code="room_duplicate", where=f"handle {facts.handle}")
         if self._active.setdefault(facts.room, facts.handle) != facts.handle:
             raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
+        self._open.add(facts.handle)
         try:
             self._loop.submit(call)
         except RoomError:
             del self._active[facts.room]
+            self._open.discard(facts.handle)
             raise
         return facts.handle
+
+    def _leave(self, room: int, handle: int) -> None:
+        self._past[handle] = None
+        del self._active[room]
+        self._open.discard(handle)
+        if len(self._past) > MAX_PAST:
+            del self._past[next(iter(self._past))]
 
     def poll(self) -> list[RoomEvent]:
         """Events since the last call, in order; after `close` those that were left. Never blocks."""
@@ -256,55 +268,65 @@ UNTRACED: Final = Trace()
 
 
 class PrefillEndpoint(Endpoint):
-    """Prefill's side: `request` a room, `send` its chunks, `finish` with the record, wait for RELEASABLE."""
+    """Prefill's side: `request` a room, `send` its chunks, `finish` with the record, wait for RELEASABLE.
 
-    def request(self, room: int, token_ids: TokenIds, lists: IndexLists, *, trace: Trace = UNTRACED) -> int:
-        """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle its events carry.
+    A room's id may come again; the handle stands for one use of it. What is sent names the handle, so that it is never
+    taken for another use, however late it comes.
+    """
 
-        trace goes into this side's records.
+    def request(
+        self, room: int, token_ids: TokenIds, lists: IndexLists, *, trace: Trace = UNTRACED, handle: int = 0
+    ) -> int:
+        """A request arrived for `room`. lists: the whole prompt's indices. Returns the handle: its events carry it, and
+        every rank's `send` and `finish` name it.
+
+        handle: where the engine chooses it, since each rank runs the same schedule and cannot be told: `handle_of` a
+        unique request id. Never the same twice, across restarts as well. trace goes into this side's records.
 
         Lists of spaces that only after-last kinds use (a sliding window's pages) may come with the last `send`. Memory
         in `lists` must stay untouched by others until RELEASABLE.
 
-        Raises `RoomError` (`room_duplicate`) for a room that is in use here; other refusals (it ended before, the
-        worker drains) come as FAILED.
+        Raises `RoomError` (`room_duplicate`) for a room that is in use here or a handle that was; other refusals (it
+        ended before, the worker drains) come as FAILED.
         """
-        facts = _facts(next(self._handles), room, token_ids, lists, trace)
+        own = _room_id(handle, "handle") or next(self._handles)
+        facts = _facts(own, room, token_ids, lists, trace)
         return self._enter(facts, lambda: self.control.request(facts))
 
     def send(
-        self, room: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
+        self, handle: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
     ) -> None:
         """This rank's bytes of tokens [start, stop) are computed, once `after` (a device event) has happened.
 
-        Chunks come in order, touch, and the last one ends the prompt. lists: source lists that `request` left out.
-        Ignored for a room that has ended. Raises `RoomError` (`room_unknown`) for one that was never requested here.
+        handle: what `request` returned. Chunks come in order, touch, and the last one ends the prompt. lists: source
+        lists that `request` left out. Ignored for a room that has ended. Raises `RoomError` (`room_unknown`) for a
+        handle that `request` never returned.
         """
-        if not self._is_open(room):
+        if not self._is_open(handle):
             return
-        self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
+        self.agent.send(handle, Chunk(start, stop, last), after=after, lists=lists)
         if last:
-            self._loop.submit(lambda: self.control.computed(room))
+            self._loop.submit(lambda: self.control.computed(handle))
 
-    def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
+    def finish(self, handle: int, covered_tokens: int, record: bytes) -> None:
         """The handoff record (at most 64 KiB): from the last PP stage's TP rank 0, after its last `send`.
 
-        Rooms as for `send`.
+        handle: as for `send`.
         """
-        if self._is_open(room):
-            self.agent.handoff(room, covered_tokens, record)
+        if self._is_open(handle):
+            self.agent.handoff(handle, covered_tokens, record)
 
-    def _is_open(self, room: int) -> bool:
-        """False for a room that has ended: what its engine still sends must not wait for another use of the id."""
-        if room in self._active:
+    def _is_open(self, handle: int) -> bool:
+        """False for a room that has ended."""
+        if handle in self._open:
             return True
-        if room in self._past:
+        if handle in self._past:
             return False
         raise RoomError(
-            "that room was not requested here",
+            "no such handle here",
             code="room_unknown",
-            where=f"room {room}",
-            hint="Call `request` first; the room's id is the one that decode opens.",
+            where=f"handle {handle}",
+            hint="Give `send` and `finish` what `request` returned, not the room's id.",
         )
 
 
@@ -345,11 +367,11 @@ class DecodeEndpoint(Endpoint):
         self._loop.submit(lambda: self.control.open(facts, address, declined=error))
 
 
-def _room_id(room: int) -> int:
+def _room_id(room: int, name: str = "room") -> int:
     """The id as it travels. Another one must not get as far as memory that only a message about it can free."""
     plain = operator.index(room)
     if not 0 <= plain <= MAX_ROOM:
-        raise RoomError("not a room id", code="request_rejected", where="room", expected="0 to 2**63 - 1", actual=room)
+        raise RoomError(f"not a {name} id", code="request_rejected", where=name, expected="0 to 2**63 - 1", actual=room)
     return plain
 
 
@@ -396,19 +418,24 @@ class RankEndpoint:
         self._loop.start()
 
     def send(
-        self, room: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
+        self, handle: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
     ) -> None:
-        """See `PrefillEndpoint.send`."""
-        self.agent.send(room, Chunk(start, stop, last), after=after, lists=lists)
+        """See `PrefillEndpoint.send`. handle: the one of rank 0's `request`; it may come before that call."""
+        self.agent.send(handle, Chunk(start, stop, last), after=after, lists=lists)
 
-    def finish(self, room: int, covered_tokens: int, record: bytes) -> None:
+    def finish(self, handle: int, covered_tokens: int, record: bytes) -> None:
         """See `PrefillEndpoint.finish`."""
-        self.agent.handoff(room, covered_tokens, record)
+        self.agent.handoff(handle, covered_tokens, record)
 
     def close(self) -> None:
         """Stop the control thread and the sockets."""
         self._loop.stop()
         self._remote.link.close()
+
+
+def handle_of(request_id: str) -> int:
+    """The same handle on every rank, 63 bits, for a request id that is unique for each try."""
+    return xxhash.xxh3_64_intdigest(request_id.encode()) >> 1 or 1
 
 
 def new_epoch() -> int:

@@ -46,11 +46,12 @@ class Unpair(Order, frozen=True, kw_only=True):
 
 class Begin(Order, frozen=True, kw_only=True):
     """Both index lists of a room. A source writes chunks as its engine hands them over; a destination keeps the lists
-    to verify what arrived. verify: take digests.
+    to verify what arrived. verify: take digests. handle: at a source, under which its engine hands chunks over.
     """
 
     room: RoomId
     generation: RoomId
+    handle: RoomId = 0
     peer_epoch: Epoch
     prompt_tokens: Annotated[int, msgspec.Meta(ge=1)]
     prefix_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -64,13 +65,15 @@ class Halt(Order, frozen=True, kw_only=True):
 
     room: RoomId
     generation: RoomId
+    handle: RoomId
 
 
 class Forget(Order, frozen=True, kw_only=True):
-    """The room is over: drop what is kept of it. generation 0: also chunks that were never claimed."""
+    """The room is over: drop what is kept of it. generation 0: it never began. handle: at a source, else 0."""
 
     room: RoomId
     generation: RoomId
+    handle: RoomId = 0
 
 
 class Seek(Order, frozen=True, kw_only=True):
@@ -146,15 +149,17 @@ class HandedOff(Report, frozen=True, kw_only=True):
     """The handoff record, from the rank that made it, all its transfers DONE."""
 
     room: RoomId
+    generation: RoomId
     covered_tokens: int
     record: Annotated[bytes, msgspec.Meta(max_length=2**16)]
 
 
 class RoomFault(Report, frozen=True, kw_only=True):
-    """A room cannot go on at this rank: the first cause."""
+    """A room cannot go on at this rank: the first cause. generation 0: it has not begun here, `handle` says which."""
 
     room: RoomId
     generation: RoomId
+    handle: RoomId = 0
     error: ErrorInfo
 
 

@@ -170,7 +170,7 @@ class PrefillRunner(Runner):
         self.tokens_done += stop - start
         if stop < tokens:
             entry.lease.settle(stop)
-            self._prefill_endpoint.send(entry.job.room, start, stop, last=False)
+            self._prefill_endpoint.send(entry.handle, start, stop, last=False)
             return
         self._finish(entry, output, start)
 
@@ -185,9 +185,9 @@ class PrefillRunner(Runner):
         entry.lease.pin(whole=True)
         entry.whole_pinned = True
         self._prefill_endpoint.send(
-            job.room, start, tokens, last=True, lists=entry.lease.lists(Prompt(tokens))
+            entry.handle, start, tokens, last=True, lists=entry.lease.lists(Prompt(tokens))
         )  # fmt: skip
-        self._prefill_endpoint.finish(job.room, tokens, record.encode())
+        self._prefill_endpoint.finish(entry.handle, tokens, record.encode())
         entry.output, entry.stopped = output, True
         entry.computed_s = time.monotonic()
         entry.stages_s["compute"] = entry.computed_s - entry.started_s

@@ -1,12 +1,12 @@
 """The source side of one rank: takes chunks from its engine, writes them to every destination rank, proves fences.
 
-A chunk may come before the room is begun: it waits. Chunks of a room are written in the order they came; several may be
-in flight. Nothing is reported before its bytes are visible at all destinations.
+The engine names a room by its handle, which stands for one use of the room's id: what comes late is never taken for the
+next use. A chunk may come before the room is begun: it waits. Chunks of a room are written in the order they came;
+several may be in flight. Nothing is reported before its bytes are visible at all destinations.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,9 +41,7 @@ MAX_WAITING_ROOMS: Final = 65_536
 MAX_AHEAD_TOKENS: Final = 8_192
 """The rest of a prompt that is bound ahead is no longer than this, nor than what the engine has ever sent in one."""
 MAX_FORGOTTEN: Final = 65_536
-"""Rooms remembered as over, so that an engine's late chunk does not bring one back."""
-FORGOTTEN_S: Final = 30.0
-"""How long; shorter than the room table remembers an ended room, hence refuses it."""
+"""Handles remembered as over, so that what an engine sends late does not wait for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +91,7 @@ class _Bound:
 
 @dataclass(slots=True)
 class _Room:
+    handle: int
     waiting: deque[Ready] = field(default_factory=deque)
     flights: deque[_Flight] = field(default_factory=deque)
     begun: Begin | None = None
@@ -105,7 +104,7 @@ class _Room:
     faulted: bool = False
     halted: bool = False
     orphan: bool = False
-    """Its control is gone: forget it once fenced."""
+    """It is over, or its control is gone: forget it once nothing is in flight."""
     said: bool | None = None
     source_free: bool = False
     """`said` and `source_free`: last answer to `Halt`."""
@@ -129,7 +128,8 @@ class SourceSide:
         self._digest = digest
         self._deadline_s = deadline_s
         self._rooms: dict[int, _Room] = {}
-        self._forgotten: OrderedDict[int, float] = OrderedDict()
+        """By handle."""
+        self._forgotten: OrderedDict[int, None] = OrderedDict()
         self.meetings = Meetings(rank, backend, report, self._met)
         self._waiting = 0
         self._longest_chunk = 0
@@ -150,18 +150,15 @@ class SourceSide:
 
     def leave_all(self) -> None:
         """Post nothing more for anybody and leave every peer; `step` is False once nothing is in flight."""
-        for room, entry in list(self._rooms.items()):
-            self._drop_waiting(entry)
-            entry.faulted = entry.halted = entry.orphan = True
-            if not entry.flights:
-                del self._rooms[room]
+        for handle in list(self._rooms):
+            self._close(handle)
         self.meetings.unpair_all()
 
     def _met(self, peer_epoch: int) -> None:
         """Connecting to an instance has ended: what waited for it is posted, or fails."""
-        for room, entry in list(self._rooms.items()):
+        for entry in list(self._rooms.values()):
             if entry.waiting and entry.begun is not None and entry.begun.peer_epoch == peer_epoch:
-                self._post(room, entry)
+                self._post(entry)
 
     def _in_flight_to(self) -> set[int]:
         """`id` of each peer that something may still land at."""
@@ -169,35 +166,36 @@ class SourceSide:
 
     # --- the engine --------------------------------------------------------------------------------------------------
 
-    def chunk(self, room: int, ready: Ready) -> None:
+    def chunk(self, handle: int, ready: Ready) -> None:
         """A chunk is computed; its bytes are ready once `after` (a device event, or None) has happened."""
-        if self._is_over(room):
+        if handle in self._forgotten:
             return
-        entry = self._entry(room)
+        entry = self._entry(handle)
         if entry.faulted:
             return
         entry.waiting.append(ready)
         self._waiting += 1
-        self._post(room, entry)
+        self._post(entry)
 
-    def handoff(self, room: int, covered_tokens: int, record: bytes) -> None:
+    def handoff(self, handle: int, covered_tokens: int, record: bytes) -> None:
         """The facts that travel with the state; reported after this rank's transfers are DONE."""
-        if not self._is_over(room):
-            entry = self._entry(room)
+        if handle not in self._forgotten:
+            entry = self._entry(handle)
             entry.handoff = (covered_tokens, record)
-            self._report_progress(room, entry)
+            self._report_progress(entry)
 
-    def _entry(self, room: int) -> _Room:
+    def _entry(self, handle: int) -> _Room:
         """A room's entry. Where too much waits, the one that has waited longest gives way: rooms that nobody asked for,
         or that ended long ago, must not use up the place of those to come.
         """
-        entry = self._rooms.setdefault(room, _Room())
+        entry = self._rooms.setdefault(handle, _Room(handle))
         while self._waiting >= MAX_WAITING_CHUNKS or len(self._rooms) > MAX_WAITING_ROOMS:
-            oldest = next((number for number, waits in self._rooms.items() if waits.begun is None), room)
-            error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"room {oldest}")
-            self._fault(oldest, self._rooms[oldest], error.info())
-            self.forget(Forget(room=oldest, generation=0))
-            if oldest == room:
+            oldest = next((waits for waits in self._rooms.values() if waits.begun is None), entry)
+            error = RoomError("too many chunks wait for their rooms", code="queue_full", where=f"rank {self._rank}")
+            self._fault(oldest, error.info())
+            if oldest.begun is None:
+                self._close(oldest.handle)
+            if oldest is entry:
                 break
         return entry
 
@@ -205,43 +203,44 @@ class SourceSide:
 
     def begin(self, order: Begin, indices: RoomIndices) -> None:
         """Both sides' lists are known: write what waits, and what will come. `RoomError`: it is over."""
-        if self._is_over(order.room):
+        if order.handle in self._forgotten:
             raise RoomError(
-                "the room was over at this rank a moment ago; what its engine sent since is lost",
+                "the room is over at this rank; what its engine sent is lost",
                 code="room_duplicate",
                 where=f"room {order.room}, rank {self._rank}",
-                hint="Use a new room id for every request.",
+                hint="Give every request a handle of its own.",
             )
-        entry = self._rooms.setdefault(order.room, _Room())
+        entry = self._rooms.setdefault(order.handle, _Room(order.handle))
         entry.begun, entry.indices = order, indices
-        self._post(order.room, entry)
+        self._post(entry)
 
     def halt(self, order: Halt) -> None:
         """Post nothing more; the fence is reported by `step`."""
-        entry = self._rooms.get(order.room)
+        entry = self._rooms.get(order.handle)
         if entry is None or entry.begun is None or entry.begun.generation != order.generation:
             self._report(Fenced(room=order.room, generation=order.generation, fenced=True))
             return
         entry.halted, entry.said = True, None  # a repeated order is answered again
         self._drop_waiting(entry)
-        self._check_fence(order.room, entry)
+        self._check_fence(entry)
 
     def forget(self, order: Forget) -> None:
-        """Drop a room. A late chunk of it is ignored from now on."""
-        entry = self._rooms.pop(order.room, None)
+        """Drop a room. What comes late under its handle is ignored from now on."""
+        if order.handle:
+            self._close(order.handle)
+
+    def _close(self, handle: int) -> None:
+        """The room is over here. What is still in flight is kept until it is not: it is what a fence asks about."""
+        entry = self._rooms.get(handle)
         if entry is not None:
             self._drop_waiting(entry)
-        self._forgotten[order.room] = time.monotonic() + FORGOTTEN_S
-        self._forgotten.move_to_end(order.room)
+            entry.faulted = entry.orphan = True
+            if all(flight.quiesced for flight in entry.flights):
+                del self._rooms[handle]
+        self._forgotten[handle] = None
+        self._forgotten.move_to_end(handle)
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
-
-    def _is_over(self, room: int) -> bool:
-        until_s = self._forgotten.get(room)
-        if until_s is None or time.monotonic() < until_s:
-            return until_s is not None
-        del self._forgotten[room]
-        return False
 
     def _drop_waiting(self, entry: _Room) -> None:
         self._waiting -= len(entry.waiting)
@@ -249,14 +248,14 @@ class SourceSide:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def _post(self, room: int, entry: _Room) -> None:
+    def _post(self, entry: _Room) -> None:
         if entry.begun is None or entry.halted or entry.faulted:
             return
         if self.meetings.approaching(entry.begun.peer_epoch):
             return  # `_met` calls again
         meeting = self.meetings.get(entry.begun.peer_epoch)
         if meeting is None:
-            self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
+            self._fault(entry, _no_peer(entry.begun.peer_epoch))
             return
         while entry.waiting:
             ready = entry.waiting.popleft()
@@ -264,15 +263,15 @@ class SourceSide:
             try:
                 self._write(entry, meeting, ready)
             except Exception as error:
-                self._fault(room, entry, info_of(error))
+                self._fault(entry, info_of(error))
                 return
         if entry.complete:
-            self.on_posted(room)
-        self._report_progress(room, entry)
+            self.on_posted(entry.begun.room)
+        self._report_progress(entry)
         try:
             self._bind_ahead(entry, meeting)
         except Exception as error:  # it could not be bound later either
-            self._fault(room, entry, info_of(error))
+            self._fault(entry, info_of(error))
 
     def _bind_ahead(self, entry: _Room, meeting: Meeting) -> None:
         """Bind the rest of the prompt while it is computed, where the engine may well send it in one: the time from the
@@ -318,53 +317,56 @@ class SourceSide:
     def step(self) -> bool:
         """Poll what flies and report news. True while anything is in flight or a fence is owed."""
         busy = self.meetings.step(self._in_flight_to)
-        for room, entry in list(self._rooms.items()):
+        for entry in list(self._rooms.values()):
             if entry.flights or (entry.halted and entry.said is not True):
-                self._advance(room, entry)
+                self._advance(entry)
                 busy = busy or bool(entry.flights) or (entry.halted and entry.said is not True)
         return busy
 
-    def _advance(self, room: int, entry: _Room) -> None:
-        for flight in entry.flights:
+    def _advance(self, entry: _Room) -> None:
+        for flight in () if entry.orphan else entry.flights:
             states = flight.states()
             bad = next((i for i, s in enumerate(states) if s in (TransferState.FAILED, TransferState.UNKNOWN)), None)
             if bad is not None:
-                self._transfer_failed(room, entry, *flight.transfers[bad])
-        self._report_progress(room, entry)
-        self._check_fence(room, entry)
-        if entry.orphan and not entry.flights:
-            del self._rooms[room]
+                self._transfer_failed(entry, *flight.transfers[bad])
+        self._report_progress(entry)
+        self._check_fence(entry)
+        if entry.orphan and all(flight.quiesced for flight in entry.flights):
+            del self._rooms[entry.handle]
 
-    def _report_progress(self, room: int, entry: _Room) -> None:
+    def _report_progress(self, entry: _Room) -> None:
         """Report chunks that are DONE, oldest first, then the handoff once nothing of this rank is left."""
+        begun = entry.begun
+        if begun is None:
+            return
         while entry.flights and not entry.faulted and not entry.halted:
             flight = entry.flights[0]
             if any(state is not TransferState.DONE for state in flight.states()):
                 return
-            if entry.begun is not None and self.meetings.approaching(entry.begun.peer_epoch):
+            if self.meetings.approaching(begun.peer_epoch):
                 return  # its records need the meeting: `step` comes again
             entry.flights.popleft()
             try:
-                self._report_records(room, entry, flight)
+                self._report_records(entry, flight)
             except Exception as error:
-                self._fault(room, entry, info_of(error))
+                self._fault(entry, info_of(error))
         if entry.complete and entry.handoff and not entry.flights and not entry.faulted and not entry.halted:
             covered, record = entry.handoff
             entry.handoff = None
-            self._report(HandedOff(room=room, covered_tokens=covered, record=record))
+            self._report(HandedOff(room=begun.room, generation=begun.generation, covered_tokens=covered, record=record))
 
-    def _report_records(self, room: int, entry: _Room, flight: _Flight) -> None:
+    def _report_records(self, entry: _Room, flight: _Flight) -> None:
         if entry.begun is None or entry.indices is None:
             return
         meeting = self.meetings.get(entry.begun.peer_epoch)
         if meeting is None:
-            self._fault(room, entry, _no_peer(entry.begun.peer_epoch))
+            self._fault(entry, _no_peer(entry.begun.peer_epoch))
             return
         for record in meeting.pairing.records(self._rank, entry.indices.prompt, flight.chunk):
             nbytes, descriptors = flight.moved.get(record.kind, (0, 0))
             digests = self._digests(entry, entry.indices, meeting, record)
             wrote = Wrote(
-                room=room,
+                room=entry.begun.room,
                 generation=entry.begun.generation,
                 writer=Writer(pp=self._rank.pp_rank, tp=self._rank.tp_rank),
                 component=record.kind,
@@ -392,24 +394,24 @@ class SourceSide:
 
     # --- failure and fences ------------------------------------------------------------------------------------------
 
-    def _transfer_failed(self, room: int, entry: _Room, peer: Peer, transfer: Transfer) -> None:
+    def _transfer_failed(self, entry: _Room, peer: Peer, transfer: Transfer) -> None:
         info = _cause(transfer)
         begun = entry.begun
         meeting = self.meetings.get(begun.peer_epoch) if begun else None
-        self._fault(room, entry, info)
+        self._fault(entry, info)
         if begun and meeting and not meeting.fault and peer in meeting.peers.values() and peer.lost is not None:
             meeting.fault = True
             self._report(PeerFault(peer_epoch=begun.peer_epoch, error=peer.lost.info()))
 
-    def _fault(self, room: int, entry: _Room, info: ErrorInfo) -> None:
+    def _fault(self, entry: _Room, info: ErrorInfo) -> None:
         if entry.faulted:
             return
         entry.faulted = True
         self._drop_waiting(entry)
-        generation = entry.begun.generation if entry.begun else 0
-        self._report(RoomFault(room=room, generation=generation, error=info))
+        room, generation = (entry.begun.room, entry.begun.generation) if entry.begun else (0, 0)
+        self._report(RoomFault(room=room, generation=generation, handle=entry.handle, error=info))
 
-    def _check_fence(self, room: int, entry: _Room) -> None:
+    def _check_fence(self, entry: _Room) -> None:
         if not entry.halted or entry.begun is None or entry.said is True:
             return
         flying = [flight for flight in entry.flights if not flight.quiesced]
@@ -424,7 +426,7 @@ class SourceSide:
         if proven or entry.said is None or free is not entry.source_free:
             entry.said, entry.source_free = proven, free
             reason = "" if proven else str(_cause(unknown[0]))
-            generation = entry.begun.generation
+            room, generation = entry.begun.room, entry.begun.generation
             self._report(
                 Fenced(room=room, generation=generation, fenced=proven, source_free=free, reason=reason[:2000])
             )

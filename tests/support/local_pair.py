@@ -65,16 +65,18 @@ class LocalPair:
     def __init__(self) -> None:
         self.prefill, self.decode = Side(PrefillEndpoint, "prefill-0"), Side(DecodeEndpoint, "decode-0")
         self.address = self.prefill.at.address
+        self.handles: dict[int, int] = {}
+        """Of prefill, by room."""
 
     def start(self, room: int) -> None:
         """Both legs of a room."""
-        self.prefill.at.request(room, IDS, self.prefill.lists())
+        self.handles[room] = self.prefill.at.request(room, IDS, self.prefill.lists())
         self.decode.at.open(room, self.address, IDS, self.decode.lists())
 
     def complete(self, room: int) -> None:
         """A room that was started goes well."""
-        self.prefill.at.send(room, 0, len(IDS), last=True)
-        self.prefill.at.finish(room, len(IDS), b"record")
+        self.prefill.at.send(self.handles[room], 0, len(IDS), last=True)
+        self.prefill.at.finish(self.handles[room], len(IDS), b"record")
         assert self.decode.released(room) == ["admitted", "done", "releasable"]
         self.prefill.released(room)
 

@@ -250,8 +250,8 @@ class Lane:
         at, kind = self.endpoint, type(self.endpoint)
         if self.prefills:
             at.request = lambda room, ids, lists, **more: kind.request(at, room, ids, changed(lists), **more)
-            at.send = lambda room, start, stop, lists=None, **more: kind.send(
-                at, room, start, stop, lists=changed(lists), **more
+            at.send = lambda handle, start, stop, lists=None, **more: kind.send(
+                at, handle, start, stop, lists=changed(lists), **more
             )
         else:
             at.open = lambda room, to, ids, lists, **more: kind.open(at, room, to, ids, changed(lists), **more)

@@ -63,6 +63,7 @@ class Room:
     next_s: float = 0.0
     covered: int | None = None
     """What the record claims to cover, where it lies."""
+    handle: int = 0
 
 
 class Child:
@@ -192,20 +193,21 @@ class Child:
         except PdError:
             self.release(entry)
             raise
+        entry.handle = handle
         self.by_handle[handle] = self.by_room[entry.room] = entry
         return {"room": entry.room, "handle": handle, "lists": self.memory.numbers(entry.lists)}
 
     def do_fill(
-        self, room: int, tokens: int, seed: int, lists: dict[str, list[int]], chunks: list[int] | None = None,
-        pause_s: float = 0.0,
+        self, room: int, handle: int, tokens: int, seed: int, lists: dict[str, list[int]],
+        chunks: list[int] | None = None, pause_s: float = 0.0,
     ) -> None:  # fmt: skip
         """A rank of a prefill: its share of a room is computed and sent."""
         entry = Room(
             room, None, self.memory.lists(lists), seed, Prompt(tokens), cuts(tokens, chunks), self.last_rank,
-            f"seed {seed}", pause_s,
+            f"seed {seed}", pause_s, handle=handle,
         )  # fmt: skip
         self.memory.write(entry.lists, entry.prompt, seed)
-        self.by_handle[-room] = self.by_room[room] = entry
+        self.by_handle[handle] = self.by_room[room] = entry
 
     def do_judge(self, room: int, tokens: int, seed: int, lists: dict[str, list[int]]) -> dict[str, Any]:
         """A rank: what is wrong with its share of a room."""
@@ -345,10 +347,10 @@ class Child:
         for entry in list(self.by_handle.values()):
             while entry.chunks and entry.next_s <= now_s:
                 start, stop, last = entry.chunks.popleft()
-                self.endpoint.send(entry.room, start, stop, last=last)
+                self.endpoint.send(entry.handle, start, stop, last=last)
                 if last and entry.finish:
                     covered = stop if entry.covered is None else entry.covered
-                    self.endpoint.finish(entry.room, covered, entry.record.encode())
+                    self.endpoint.finish(entry.handle, covered, entry.record.encode())
                 entry.next_s = now_s + entry.pause_s
             if entry.chunks:
                 wait_s = entry.next_s - now_s

@@ -57,12 +57,12 @@ def hand_over(pair: LocalPair, room: int, cuts: list[int], ready: Callable[[], b
         nbytes = wanted[layer].shape[1] // PAGE * min(PAGE, TOKENS - page * PAGE)
         wanted[layer][dst + page, :nbytes] = pages(pair.prefill, layer)[src + page, :nbytes]
     source = pair.prefill.at.agent.source
-    pair.prefill.at.request(room, IDS, pair.prefill.lists(src))
+    handle = pair.prefill.at.request(room, IDS, pair.prefill.lists(src))
     pair.decode.at.open(room, pair.address, IDS, pair.decode.lists(dst))
-    wait_until(lambda: room in source._rooms and source._rooms[room].begun is not None and ready())
+    wait_until(lambda: handle in source._rooms and source._rooms[handle].begun is not None and ready())
     for start, stop in zip([0, *cuts], [*cuts, TOKENS], strict=True):
-        pair.prefill.at.send(room, start, stop, last=stop == TOKENS)
-    pair.prefill.at.finish(room, TOKENS, b"")
+        pair.prefill.at.send(handle, start, stop, last=stop == TOKENS)
+    pair.prefill.at.finish(handle, TOKENS, b"")
     assert pair.decode.released(room) == ["admitted", "done", "releasable"]
     pair.prefill.released(room)
     for layer in (0, 1):

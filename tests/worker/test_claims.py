@@ -61,12 +61,12 @@ def test_chunks_of_a_refused_request_are_dropped(pair: LocalPair) -> None:
     """They became the state of the next request under that id."""
     alone = PrefillEndpoint(replace(CONFIG, instance_id="half", topology=Topology(tp=2)), pair.prefill.setup)
     try:
-        alone.request(5, IDS, pair.prefill.lists())
-        alone.agent.send(5, Chunk(0, len(IDS), True))
-        alone.agent.handoff(5, len(IDS), b"stale")
+        handle = alone.request(5, IDS, pair.prefill.lists())
+        alone.agent.send(handle, Chunk(0, len(IDS), True))
+        alone.agent.handoff(handle, len(IDS), b"stale")
         wait_until(lambda: len(alone.poll()) >= 2)
         wait_until(lambda: alone.agent.source.rooms == 0)
-        alone.agent.send(5, Chunk(0, 16, False))  # what the engine says after it
+        alone.agent.send(handle, Chunk(0, 16, False))  # what the engine says after it
         wait_until(lambda: not alone.agent._calls)
         assert alone.agent.source.rooms == 0
     finally:
@@ -79,8 +79,8 @@ def test_what_is_sent_after_a_rooms_end_waits_for_nobody(pair: LocalPair, monkey
     asked = list[Any]()
     monkeypatch.setattr(pair.prefill.at.agent, "send", lambda *a, **k: asked.append(a))
     monkeypatch.setattr(pair.prefill.at.agent, "handoff", lambda *a: asked.append(a))
-    pair.prefill.at.send(20, 0, 40, last=True)
-    pair.prefill.at.finish(20, 40, b"record")
+    pair.prefill.at.send(pair.handles[20], 0, 40, last=True)
+    pair.prefill.at.finish(pair.handles[20], 40, b"record")
     assert not asked
 
 

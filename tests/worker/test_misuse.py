@@ -100,10 +100,10 @@ def test_what_is_no_room_id_gets_no_further(pair: LocalPair, room: Any) -> None:
 
 def test_numbers_of_numpy_are_numbers(pair: LocalPair) -> None:
     room = np.int64(10)
-    pair.prefill.at.request(room, np.array(IDS), pair.prefill.lists())
+    handle = np.int64(pair.prefill.at.request(room, np.array(IDS), pair.prefill.lists()))
     pair.decode.at.open(room, pair.address, np.array(IDS), pair.decode.lists(), prefix_tokens=np.int64(0))
-    pair.prefill.at.send(room, np.int64(0), np.int64(40), last=np.bool_(True))
-    pair.prefill.at.finish(room, np.int64(40), memoryview(np.arange(4)))
+    pair.prefill.at.send(handle, np.int64(0), np.int64(40), last=np.bool_(True))
+    pair.prefill.at.finish(handle, np.int64(40), memoryview(np.arange(4)))
     assert pair.decode.released(10) == ["admitted", "done", "releasable"]
     assert [event.record for event in pair.decode.events if event.room == 10][0] == np.arange(4).tobytes()
 
@@ -112,20 +112,20 @@ def test_a_record_is_bytes(pair: LocalPair) -> None:
     pair.start(11)
     for record in ("text", None, 5):
         with pytest.raises(TypeError):
-            pair.prefill.at.finish(11, 40, record)  # type: ignore[arg-type]
+            pair.prefill.at.finish(pair.handles[11], 40, record)  # type: ignore[arg-type]
     pair.complete(11)
 
 
 def test_calls_for_a_room_that_was_never_requested_are_refused_and_for_an_ended_one_ignored(pair: LocalPair) -> None:
     """A wrong id showed only when a lease ran out; an engine that has not heard of an end yet does no wrong."""
     for call in (lambda: pair.prefill.at.send(13, 0, 16, last=False), lambda: pair.prefill.at.finish(13, 40, b"")):
-        with pytest.raises(RoomError, match="not requested") as caught:
+        with pytest.raises(RoomError, match="no such handle") as caught:
             call()
-        assert caught.value.code == "room_unknown" and "room 13" in caught.value.where
+        assert caught.value.code == "room_unknown" and "handle 13" in caught.value.where
     pair.start(12)
     pair.complete(12)
-    pair.prefill.at.send(12, 0, 16, last=False)
-    pair.prefill.at.finish(12, 40, b"late")
+    pair.prefill.at.send(pair.handles[12], 0, 16, last=False)
+    pair.prefill.at.finish(pair.handles[12], 40, b"late")
 
 
 def test_a_room_whose_call_was_refused_was_never_in_use(pair: LocalPair) -> None:

@@ -36,10 +36,10 @@ def fence_of(transfer: Ending) -> list[tuple[bool, bool]]:
     said: list[Any] = []
     backend: Any = SimpleNamespace(fence=lambda peer: False)
     side = SourceSide(RankId(0, 0), backend, said.append, digest=lambda *rows: None, deadline_s=1.0)  # type: ignore[arg-type,return-value]
-    begun: Any = SimpleNamespace(generation=7)
-    entry = _Room(begun=begun, halted=True)
+    begun: Any = SimpleNamespace(room=1, generation=7)
+    entry = _Room(1, begun=begun, halted=True)
     entry.flights.append(_Flight(Chunk(0, 1, True), [(SimpleNamespace(), transfer)]))  # type: ignore[list-item]
-    side._check_fence(1, entry)
+    side._check_fence(entry)
     return [(report.fenced, report.source_free) for report in said]
 
 

@@ -31,13 +31,13 @@ def arrived(pair: LocalPair, tokens: int) -> bool:
 @pytest.mark.parametrize("token", [0, 15, 16, 31, 32, 39])
 def test_a_row_that_is_written_over_after_its_chunk_is_not_admitted(pair: LocalPair, layer: int, token: int) -> None:
     pair.start(ROOM)
-    pair.prefill.at.send(ROOM, 0, 32, last=False)
+    pair.prefill.at.send(pair.handles[ROOM], 0, 32, last=False)
     wait_until(lambda: arrived(pair, 32))
-    pair.prefill.at.send(ROOM, 32, len(IDS), last=True)
+    pair.prefill.at.send(pair.handles[ROOM], 32, len(IDS), last=True)
     wait_until(lambda: arrived(pair, len(IDS)))
     row = pair.decode.pools.array("KV", layer, "k")[1 + token // 16, token % 16]
     row.view(np.uint8).flat[5] ^= 1
-    pair.prefill.at.finish(ROOM, len(IDS), b"record")
+    pair.prefill.at.finish(pair.handles[ROOM], len(IDS), b"record")
     assert pair.decode.released(ROOM) == ["failed:digest_mismatch", "releasable"]
     assert pair.prefill.released(ROOM)[-1] == "failed:digest_mismatch"
     detail = next(event.error for event in pair.decode.events if event.error is not None)
