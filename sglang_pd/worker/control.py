@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -41,6 +40,7 @@ from sglang_pd.worker.orders import (
     encode,
 )
 from sglang_pd.worker.peering import Peering
+from sglang_pd.worker.pending import MAX_PENDING, PendingOpen
 from sglang_pd.worker.ranks import Ranks
 from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
 from sglang_pd.worker.watch import Watch
@@ -49,17 +49,6 @@ PEERS: Final = "peers"
 RANKS: Final = "ranks"
 STALL_S: Final = 0.75
 """A longer time between two turns of the control thread, which sleeps 0.25 s at most, is a stall of its own."""
-MAX_PENDING: Final = 16_384
-"""Opens that wait for their peer's handshake."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    facts: RoomFacts
-    address: str
-    deadline_s: float
-    declined: ErrorInfo | None = None
-    """Set: the room will not be opened; prefill is to be told why."""
 
 
 class InstanceControl:
@@ -84,7 +73,7 @@ class InstanceControl:
         self._reports: list[tuple[RankId, AnyReport]] = []
         self.peering: Peering | None = None
         self.desk: RoomDesk | None = None
-        self._pending: list[_Pending] = []
+        self._pending: list[PendingOpen] = []
         self._calls_before_ready: list[tuple[str, bytes | None]] = []
         self._left: dict[int, frozenset[int]] = {}
         """Lost peers whose fence is sought here: the epochs of their ranks."""
@@ -203,7 +192,7 @@ class InstanceControl:
         if (self._stopped() and declined is None) or len(self._pending) >= MAX_PENDING:
             self._refuse(facts, self._why_stopped())
             return
-        self._pending.append(_Pending(facts, address, self._clock() + self.config.peer_wait_s, declined))
+        self._pending.append(PendingOpen(facts, address, self._clock() + self.config.peer_wait_s, declined))
         self._try_pending()
 
     def abort(self, room: int, error: ErrorInfo) -> None:
@@ -260,7 +249,7 @@ class InstanceControl:
             except Exception as error:  # a defect may cost this room its life, but none of those behind it its end
                 self._refuse(pending.facts, RoomError(f"{type(error).__name__}: {error}", code="internal"))
 
-    def _try(self, pending: _Pending, now_s: float) -> bool:
+    def _try(self, pending: PendingOpen, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""
         if self._stopped() and pending.declined is None:
             raise self._why_stopped()
@@ -278,13 +267,7 @@ class InstanceControl:
             return False
         if talk is None:
             raise self._why_stopped()
-        said = f": {talk.error.message}" if talk.error is not None else ""
-        raise RoomError(
-            f"no handshake with the peer in time{said}",
-            code="peer_unknown",
-            where=pending.address,
-            hint="Is that prefill's control port (bootstrap_port), and do both sides name each other's CURVE keys?",
-        )
+        raise pending.too_late(talk)
 
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
@@ -391,7 +374,7 @@ class InstanceControl:
         self._by_party = {p: rank for p, rank in self._by_party.items() if rank != report.rank}
         self._by_party[party] = report.rank
         self._reach(party, Welcome(control_epoch=self.epoch))
-        if again and self.desk is not None:
+        if (self.ranks.was_lost(report.rank) or again) and self.desk is not None:
             self._rejoined(report.rank)
 
     def _rejoined(self, rank: RankId) -> None:
@@ -454,6 +437,8 @@ class InstanceControl:
             return
         for rank in self.ranks.lost(now_s):
             self._fail(f"rank {rank} of this instance is gone", rank)
+        for rank in self.ranks.dead():
+            self.desk.rank_dead(rank, now_s)
         self.desk.tick(now_s)
         for table in (self.desk.prefill, self.desk.decode):
             for talk in self.peering.all():

@@ -101,6 +101,10 @@ class _Known:
     released: bool = False
 
 
+def _writer(rank: RankId) -> Writer:
+    return Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+
+
 _TERMINAL = {"done": EventKind.DONE, "failed": EventKind.FAILED, "aborted": EventKind.ABORTED}
 
 
@@ -183,11 +187,10 @@ class RoomDesk:
         verify = chosen(facts.room, self._verify_mode)
         if verify:
             self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
-        writer = pairing.prefill.topology.record_rank
         allocated = Allocated(
             open=message,
             expected=pairing.expected(prompt),
-            record_writer=Writer(pp=writer.pp_rank, tp=writer.tp_rank),
+            record_writer=_writer(pairing.prefill.topology.record_rank),
             ranks=frozenset(str(rank) for rank in self._ranks),
             verify=verify,
         )
@@ -236,7 +239,7 @@ class RoomDesk:
     def report(self, rank: RankId, report: AnyReport, now_s: float) -> None:
         """What a rank says of a room. What comes too late for its room is counted and dropped."""
         self._now_s = now_s
-        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        writer = _writer(rank)
         if isinstance(report, WroteRange):
             self.watch.wrote(report.record, report.descriptors)
             self._local(Role.PREFILL, report.record.room, RankWrote(report.record), report.record.generation)
@@ -267,18 +270,27 @@ class RoomDesk:
             self._local(Role.PREFILL, room, Fail(report.error))
 
     def rank_gone(self, rank: RankId, error: ErrorInfo, now_s: float) -> None:
-        """An own rank died: every room fails; its source memory is gone with it, its fence stays unproven."""
+        """An own rank is silent for too long: every room fails, its fence stays unproven. It may live, and go on
+        reading and writing: until it says that it does not, or is dead, its memory comes back to nobody.
+        """
         self._now_s = now_s
         for role, table in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             self._carry(role, table.fail_all(error, now_s))
-        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        self._unfenced(RankFenced(writer=_writer(rank), fenced=False, reason="the rank is silent"))
+
+    def rank_dead(self, rank: RankId, now_s: float) -> None:
+        """That rank's process is proven dead: its source memory is gone with it."""
+        self._now_s = now_s
+        gone = RankFenced(writer=_writer(rank), fenced=False, source_free=True, reason="the rank's process is gone")
+        self._unfenced(gone)
+
+    def _unfenced(self, said: RankFenced) -> None:
         for room in list(self.prefill.rooms):
-            gone = RankFenced(writer=writer, fenced=False, source_free=True, reason="the rank's process is gone")
-            self._local(Role.PREFILL, room, gone)
+            self._local(Role.PREFILL, room, said)
 
     def repeat_orders(self, rank: RankId) -> None:
         """A rank may have missed orders: halt again what waits for its fence, seek again what is not proven."""
-        writer = Writer(pp=rank.pp_rank, tp=rank.tp_rank)
+        writer = _writer(rank)
         for room in self.prefill.rooms.values():
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from sglang_pd.backends.library_process import ProcessIdentity
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.manifest import RankId
@@ -122,6 +123,8 @@ class Joined(Report, frozen=True, kw_only=True):
     """
 
     control_epoch: Epoch = 0
+    process: ProcessIdentity | None = None
+    """Of a rank in another process, so that its death can be proven on one host."""
     rebuilt: bool = False
     """The transport was built anew: whatever peers had connected to is gone."""
 

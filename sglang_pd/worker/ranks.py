@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sglang_pd.backends.library_process import Watch as Process
 from sglang_pd.protocol.errors import ManifestError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
 from sglang_pd.worker.orders import AnyOrder, Joined
@@ -26,6 +27,8 @@ class _Rank:
     reach: Reach
     heard_s: float
     remote: bool
+    process: Process | None
+    """Of a rank in another process."""
 
 
 class Ranks:
@@ -35,6 +38,7 @@ class Ranks:
         self._want = tuple(RankId(p, t) for p in range(topology.pp) for t in range(topology.tp))
         self._liveness_s = liveness_s
         self._ranks: dict[RankId, _Rank] = {}
+        self._lost: dict[RankId, _Rank] = {}
         self._refused_s: dict[RankId, float] = {}
 
     def join(self, report: Joined, reach: Reach, *, remote: bool, now_s: float) -> bool:
@@ -50,7 +54,8 @@ class Ranks:
                 "a rank sent another rank's manifest", where=str(report.rank), actual=str(manifest.rank)
             )
         before = self._ranks.get(report.rank)
-        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote)
+        process = Process(report.process) if remote else None
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process)
         return before is None or before.manifest != manifest
 
     def refuses(self, report: Joined, *, serving: bool, now_s: float) -> str:
@@ -59,7 +64,7 @@ class Ranks:
         The one that has it may have written, or may yet: only its own word, or its death, fences that. serving: the
         instance has been complete; before that nothing was written, and a silent one may be replaced.
         """
-        holder = self._ranks.get(report.rank)
+        holder = self._ranks.get(report.rank) or self._lost.get(report.rank)
         if holder is None or holder.manifest.epoch == report.epoch:
             return ""
         refused = f"rank {report.rank} is in the control's own process"
@@ -78,8 +83,12 @@ class Ranks:
         return entry.manifest.epoch if entry else None
 
     def is_remote(self, rank: RankId) -> bool:
-        """Whether a rank that joined is in another process."""
-        return self._ranks[rank].remote
+        """Whether a rank that joined, lost or not, is in another process."""
+        return (self._ranks.get(rank) or self._lost[rank]).remote
+
+    def was_lost(self, rank: RankId) -> bool:
+        """Whether a rank was given up as silent; it is back, once asked."""
+        return self._lost.pop(rank, None) is not None
 
     def reach_of(self, rank: RankId) -> Reach:
         """How to reach a rank that joined."""
@@ -120,8 +129,13 @@ class Ranks:
                 entry.reach(order)
 
     def lost(self, now_s: float) -> list[RankId]:
-        """Remote ranks that were silent for too long; each is named once and forgotten."""
+        """Remote ranks that were silent for too long; each is named once."""
         gone = [r for r, e in self._ranks.items() if e.remote and now_s - e.heard_s > self._liveness_s]
         for rank in gone:
-            del self._ranks[rank]
+            self._lost[rank] = self._ranks.pop(rank)
         return gone
+
+    def dead(self) -> list[RankId]:
+        """Lost ranks whose process has ended since, for certain; each is named once."""
+        lost = {rank: entry.process for rank, entry in self._lost.items()}
+        return [rank for rank, process in lost.items() if process and not process.known() and process.gone()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +114,31 @@ def test_all_ranks_have_their_bytes_and_a_dead_rank_fails_every_room_by_its_name
     with instance("prefill", PREFILL, 20, bind=prefill.control.address) as successor:
         judge(successor, decode, 6, 40, *start(successor, decode, 6, 40, chunks=[10]))
         oracles(successor.control, decode.control)
+
+
+@pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_silent_ranks_memory_comes_back_by_its_word_or_its_death(what: signal.Signals) -> None:
+    """Silence proves nothing: a stopped rank goes on reading the pages once it runs again."""
+    patience = {"rank_liveness_s": 1.5, "liveness_s": 10.0}
+    with (
+        instance("prefill", {"pp": 1, "tp": 2}, 24, **patience) as prefill,
+        instance("decode", {"pp": 1, "tp": 2}, 30, liveness_s=10.0, rank_liveness_s=10.0) as decode,
+    ):
+        decode.control.ask("connect", address=prefill.control.address)
+        judge(prefill, decode, 1, 40, *start(prefill, decode, 1, 40))
+        p, d = start(prefill, decode, 2, 60, chunks=[10], pause_s=60)
+        (rank,) = prefill.ranks
+        rank.signal(what)
+        for control, answer in ((prefill.control, p), (decode.control, d)):
+            assert control.end_of(answer["handle"])["event"] == "failed"
+        if what is signal.SIGSTOP:
+            time.sleep(1.0)
+            prefill.control.ask("stats")
+            decode.control.ask("stats")
+            assert "releasable" not in prefill.control.events(p["handle"]) + decode.control.events(d["handle"])
+            rank.signal(signal.SIGCONT)
+            decode.control.released(d["handle"])
+        prefill.control.released(p["handle"])
 
 
 def test_control_restarted_its_ranks_rejoin_and_a_peer_that_stayed_serves(pair: tuple[Instance, Instance]) -> None:
