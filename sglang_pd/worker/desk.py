@@ -43,7 +43,9 @@ from sglang_pd.protocol.room_events import Revoked as Proven
 from sglang_pd.protocol.rooms_decode import DecodeRooms
 from sglang_pd.protocol.rooms_prefill import PrefillRooms
 from sglang_pd.worker.agent import unpack
+from sglang_pd.worker.claims import Claims
 from sglang_pd.worker.events import EventKind, RoomEvent
+from sglang_pd.worker.meetings import info_of
 from sglang_pd.worker.orders import (
     AnyOrder,
     AnyReport,
@@ -121,6 +123,7 @@ class RoomDesk:
         self.decode = DecodeRooms(epoch, limits=limits)
         self.counts: Counter[str] = Counter()
         self._known: dict[tuple[Role, int], _Known] = {}
+        self._claims = Claims()
         self._handles: dict[int, int] = {}
         """Rooms of prefill by their handles."""
         self._sought: dict[int, set[int]] = {}
@@ -165,13 +168,23 @@ class RoomDesk:
         try:
             prompt = Prompt(facts.prompt_tokens, facts.prefix_tokens)
             check_prefix(pairing.needed.dst, prompt)
-            check_lists(pairing.needed.dst, unpack(pairing.needed.dst, facts.lists), prompt, "destination")
+            lists = unpack(pairing.needed.dst, facts.lists)
+            check_lists(pairing.needed.dst, lists, prompt, "destination")
+            self._claims.take(facts.handle, lists)
             generation, effects = self.decode.begin(facts.room, peer_epoch, now_s)
         except PdError as error:
+            self._claims.give_back(facts.handle)
             self._refuse(facts, error)
             return
         self._known[Role.DECODE, facts.room] = _Known(facts)
-        self._carry(Role.DECODE, effects)
+        try:
+            self._carry(Role.DECODE, effects)
+            self._expose(facts, generation, peer_epoch, pairing)
+        except Exception as error:  # it has begun, so it ends as rooms do
+            self._local(Role.DECODE, facts.room, Fail(info_of(error)), generation)
+
+    def _expose(self, facts: RoomFacts, generation: int, peer_epoch: int, pairing: Pairing) -> None:
+        """From here on prefill may write into the room's memory."""
         message = RoomOpen(
             room=facts.room,
             generation=generation,
@@ -189,7 +202,7 @@ class RoomDesk:
             self._outside.order(self._begin(message, peer_epoch, src_lists=(), verify=True))
         allocated = Allocated(
             open=message,
-            expected=pairing.expected(prompt),
+            expected=pairing.expected(Prompt(facts.prompt_tokens, facts.prefix_tokens)),
             record_writer=_writer(pairing.prefill.topology.record_rank),
             ranks=frozenset(str(rank) for rank in self._ranks),
             verify=verify,
@@ -347,8 +360,7 @@ class RoomDesk:
                 self._carry_out(role, effect)
             except Exception as error:  # what follows it must still happen; the room it belongs to must not go on
                 self.counts["effects_failed"] += 1
-                info = error.info() if isinstance(error, PdError) else None
-                info = info or ErrorInfo(code="internal", message=f"{type(error).__name__}: {error}"[:2000])
+                info = info_of(error)
                 where = effect.message if isinstance(effect, Send) else effect
                 if not isinstance(where, Message) or isinstance(where, RoomMessage):
                     self._local(role, where.room, Fail(info), where.generation)
@@ -456,6 +468,7 @@ class RoomDesk:
         source = handle if role is Role.PREFILL else 0
         self._outside.order(Forget(room=effect.room, generation=effect.generation, handle=source))
         if role is Role.DECODE:
+            self._claims.give_back(handle)
             self.verification.forget(effect.room, effect.generation)
             for epoch, rooms in list(self._sought.items()):
                 rooms.discard(effect.room)

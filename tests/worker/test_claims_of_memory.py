@@ -1,0 +1,67 @@
+"""Decode's memory belongs to one room at a time, until it is said to be releasable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.local_pair import IDS, LocalPair
+
+from sglang_pd.protocol.spaces import Page, VirtualTok
+from sglang_pd.worker.claims import Claims
+
+
+@pytest.fixture
+def pair() -> Iterator[LocalPair]:
+    both = LocalPair()
+    yield both
+    both.close()
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_room_over_another_ones_pages_is_refused(pair: LocalPair, first: int) -> None:
+    pair.start(1)  # pages 1 to 3
+    pair.decode.at.open(2, pair.address, IDS, pair.decode.lists(first))
+    assert pair.decode.released(2) == ["failed:index_invalid", "releasable"]
+    error = next(event.error for event in pair.decode.events if event.error is not None)
+    assert f"[{first}" in str(error.actual) and "RELEASABLE" in error.hint
+    pair.complete(1)
+    pair.decode.at.open(2, pair.address, IDS, pair.decode.lists(4))
+    pair.start(3)  # its pages are free again
+    pair.complete(3)
+
+
+def test_a_duplicate_takes_nothing_and_gives_nothing_back(pair: LocalPair) -> None:
+    pair.start(1)
+    desk = pair.decode.at.control.desk
+    pair.decode.at._active.clear()  # past the endpoint's own check
+    pair.decode.at.open(1, pair.address, IDS, pair.decode.lists(10))
+    said = pair.decode.released(1)
+    assert said[:1] == ["failed:room_duplicate"] and desk is not None
+    assert len(desk._claims._rooms) == 1
+    pair.decode.at.open(2, pair.address, IDS, pair.decode.lists(10))
+    pair.decode.at.open(3, pair.address, IDS, pair.decode.lists(1))
+    assert pair.decode.released(3) == ["failed:index_invalid", "releasable"]
+
+
+def test_claims_against_a_model() -> None:
+    space = Page(of=VirtualTok(capacity_tokens=1_024, page_tokens=16))
+    claims, model, rng = Claims(), dict[int, set[int]](), np.random.default_rng(1)
+    refused = 0
+    for handle in range(3_000):
+        if model and rng.random() < 0.5:
+            gone = int(rng.choice(list(model)))
+            claims.give_back(gone)
+            del model[gone]
+        wanted = rng.choice(np.arange(1, space.extent), size=rng.integers(0, 9), replace=False)
+        taken = set().union(*model.values()) if model else set()
+        try:
+            claims.take(handle, {space: space.ingest(wanted)})
+        except Exception:
+            assert taken & set(wanted.tolist())
+            refused += 1
+        else:
+            assert not taken & set(wanted.tolist())
+            model[handle] = set(wanted.tolist())
+    assert refused > 100
