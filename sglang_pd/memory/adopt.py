@@ -3,12 +3,18 @@
 The scope takes each underlying allocation once (K and V may be views of one); a region then gets its place from where
 its tensor lies. A tensor that the planner could not address is refused by name: it must hold its items in order, each
 item's rows contiguous, items at one stride.
+
+Strides cannot tell [page, head, token, dim] from [page, token, head, dim]: both are dense. Its axes can, so each must
+end where one of the region's view does. Where sizes are equal by chance (as many heads as tokens in a page) or axes
+come joined, nothing can tell, and the engine's word counts: the `layout` that it declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -153,6 +159,17 @@ def item_stride(shape: Shape, buffer: Buffer) -> int:
         raise refuse(
             "the tensor is smaller than its index space", f"{shape.items} items of {item} bytes for {shape.space}",
             f"{items} items",
+        )  # fmt: skip
+    view = shape.view.shape
+    ends = {1, *accumulate(reversed(view[1:]), mul)}
+    # The outermost axis counts items, or rows of all of them: a pool may have more than its space needs.
+    mine = list(accumulate((n for n in reversed(buffer.shape) if n != 1), mul))[:-1]
+    if not ends.issuperset(mine):
+        raise ManifestError(
+            "the tensor's axes are not the region's", where=where, expected=f"{view}, neighbouring axes joined or not",
+            actual=buffer.shape,
+            hint="A token's row is contiguous: pools of [page, head, token, dim] (HND) or with other axes swapped "
+            "cannot be adopted.",
         )  # fmt: skip
     return stride
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec, refuse
+from sglang_pd.memory.spec import HEAD_MAJOR, ComponentSpec, RegionSpec, StateSpec, refuse
+from sglang_pd.protocol.errors import ManifestError
 from sglang_pd.protocol.kinds import kind_of
 from sglang_pd.protocol.manifest import Component, RankId, RankManifest, Region, SegmentInfo, Topology, Transport
 from sglang_pd.protocol.spaces import (
@@ -252,7 +253,8 @@ def rows_per_item(space: AnySpace) -> int:
 def rank_shapes(state: StateSpec, capacity: Capacity, topology: Topology, rank: RankId) -> Iterator[Shape]:
     """Every region of one rank, component by component, part by part, in order of layers.
 
-    A stage has its own layers only, and a request-wide part only where it has a layer that needs it.
+    A stage has its own layers only, and a request-wide part only where it has a layer that needs it. Raises
+    `ManifestError` for a component that declares its pages head by head: plans address whole rows.
     """
     roots = roots_of(state, capacity, topology)
     stage = state.stage_layers(topology, rank.pp_rank)
@@ -264,6 +266,12 @@ def rank_shapes(state: StateSpec, capacity: Capacity, topology: Topology, rank: 
             if layers and region.part in sentinels:
                 layers = [sentinels[region.part]]
             units = region.units_on_rank(topology.tp)
+            if layers and component.layout.upper() == HEAD_MAJOR and units > 1 and rows_per_item(space) > 1:
+                raise ManifestError(
+                    "the declared layout puts a token's heads apart", where=f"{component.kind}.layout",
+                    expected="a token's row contiguous, as in NHD", actual=component.layout,
+                    hint="A plan moves rows; of a partial page it would move some heads only. Keep such pools as NHD.",
+                )  # fmt: skip
             for layer in layers:
                 yield Shape(
                     (component.kind, layer, region.part), component, region, space, units, rows_per_item(space),

@@ -29,6 +29,9 @@ DTYPE_BYTES: Final[dict[str, int]] = {
 }
 """Bytes of one element, by the name of the dtype as it stands in a manifest."""
 
+HEAD_MAJOR: Final = "HND"
+"""Layout tag, in any case, of pages whose heads lie one behind the other: a token's row is then in pieces."""
+
 Root = Literal["tokens", "local_tokens", "swa", "rows", "slots"]
 """The allocator behind a component. `local_tokens` is cut over DCP ranks; `tokens` is whole on each of them."""
 
@@ -89,8 +92,9 @@ class ComponentSpec:
 
     ratio: tokens of a compressed group (the space is then a scaled one); 0: none. ring_width, group_tokens: for rings;
     the width is r + window - 1 where r is group_tokens and window the tokens of one speculative verify step.
-    layout: tag that peers compare as text. device: where it lies, "" for the rank's own device, "cpu" for host memory
-    beside it. segment: components that name the same one are views of one allocation; "" for one of its own.
+    layout: tag that peers compare as text; HND (`HEAD_MAJOR`) is refused where a page has several heads.
+    device: where it lies, "" for the rank's own device, "cpu" for host memory beside it. segment: components that name
+    the same one are views of one allocation; "" for one of its own.
     item_align_bytes: items start at multiples of it; the bytes between are never written.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -132,6 +134,82 @@ def test_a_tensor_that_cannot_be_addressed_is_refused_before_anything_is_adopted
         adopt_rank(scope, TWO_LAYERS, SIZE, ALONE, {k: tensor_buffer(t) for k, t in tensors.items()})
     assert caught.value.where == "KV/1/k"
     assert not scope.segments
+
+
+def fits(tensor: torch.Tensor | np.ndarray, layout: str = "", **spec: object) -> None:
+    """Adopt a tensor for the one region [4 pages, PAGE tokens, 1, 2 heads, 3] of float32, or as `spec` changes it."""
+    fields = {"part": "k", "layer_ids": (0,), "dtype": "float32", "units_total": 2, "unit_shape": (3,), **spec}
+    state = StateSpec((ComponentSpec("KV", "tokens", (RegionSpec(**fields),), layout=layout),), 1)  # type: ignore[arg-type]
+    buffer = tensor_buffer(tensor) if isinstance(tensor, torch.Tensor) else array_buffer(tensor)
+    adopt_rank(Scope(StubBackend()), state, SIZE, ALONE, {("KV", 0, "k"): buffer})
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, 2, PAGE, 3), {}),  # [page, head, token, dim]
+        ((4, 1, 2, PAGE, 3), {}),
+        ((9, 2, PAGE, 3), {}),
+        ((4 * 2, PAGE, 3), {}),
+        ((4 * 2, PAGE * 3), {}),
+        ((4 * PAGE, 3, 2), {}),  # dim and head swapped
+        ((PAGE, 4, 2, 3), {}),  # token slots of all pages side by side
+        ((4, 3, PAGE, 2), {}),
+        ((4, 2, PAGE), {"unit_shape": ()}),
+        ((4 * PAGE, 2, 5, 3), {"outer_count": 5}),  # outer and head swapped
+        ((4, 5, PAGE, 2, 3), {"outer_count": 5}),
+        ((2, 4, PAGE, 2, 3), {}),  # page axis in two: which of them counts pages, nobody knows
+    ],
+    ids=str,
+)
+def test_a_dense_tensor_with_other_axes_is_refused_with_both_shapes(
+    shape: tuple[int, ...], spec: dict[str, object]
+) -> None:
+    """Its bytes fit exactly: heads of a partial page went missing, and `verify` saw nothing."""
+    with pytest.raises(ManifestError, match="axes are not the region's") as caught:
+        fits(torch.zeros(shape), **spec)
+    assert caught.value.where == "KV/0/k"
+    assert caught.value.actual == shape
+    assert f"(4, {PAGE}, " in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, PAGE, 2, 3), {}),
+        ((4, PAGE, 1, 2, 1, 3), {}),
+        ((4 * PAGE, 2, 3), {}),
+        ((4 * PAGE + 5, 2, 3), {}),  # slots behind the last page
+        ((4 * PAGE, 6), {}),
+        ((4 * PAGE * 2, 3), {}),
+        ((4, PAGE * 2 * 3), {}),
+        ((4 * PAGE * 6,), {}),
+        ((1, 9, PAGE, 6), {}),
+        ((4, 1, PAGE, 3), {"units_total": 1}),  # one head: both orders are one
+        ((4 * PAGE, 5, 2, 3), {"outer_count": 5}),
+        ((4 * PAGE, 10, 3), {"outer_count": 5}),
+        ((4, PAGE, 2, 6), {"unit_shape": (2, 3)}),
+    ],
+    ids=str,
+)
+def test_a_tensor_with_the_regions_axes_or_joined_ones_is_adopted(
+    shape: tuple[int, ...], spec: dict[str, object]
+) -> None:
+    fits(torch.zeros(shape), **spec)
+    fits(np.zeros(shape, np.float32), **spec)
+
+
+@pytest.mark.parametrize("layout", ["HND", "hnd"])
+def test_declared_head_major_pages_are_refused_whatever_their_sizes_say(layout: str) -> None:
+    """As many heads as tokens in a page: the shape is right by chance, and only the declaration tells."""
+    square = torch.zeros(4, PAGE, PAGE, 3)
+    fits(square, "NHD", units_total=PAGE)
+    with pytest.raises(ManifestError, match="heads apart") as caught:
+        fits(square, layout, units_total=PAGE)
+    assert (caught.value.where, caught.value.actual) == ("KV.layout", layout)
+    fits(torch.zeros(4, 1, PAGE, 3), layout, units_total=1)
+    with pytest.raises(ManifestError, match="heads apart"):  # our own pools lie row by row as well
+        layout_rank(StateSpec((replace(TWO_LAYERS.components[0], layout=layout),), 2), SIZE, *ALONE)
 
 
 @pytest.mark.parametrize("change", ["missing", "extra"])
