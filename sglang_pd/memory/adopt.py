@@ -17,6 +17,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import Segment
@@ -59,11 +60,22 @@ class Buffer:
 
 
 def tensor_buffer(tensor: torch.Tensor) -> Buffer:
-    """A torch tensor as a `Buffer`; its storage is what gets adopted."""
+    """A torch tensor as a `Buffer`; its storage is what gets adopted.
+
+    Raises `ManifestError` for one whose values are not what lies in its memory: sparse, quantized, nested, on the meta
+    device, lazily negated or conjugated, without memory, or of a class that wraps others. torch does not know memory
+    that is read only (`from_numpy` of such an array): adopt the array instead.
+    """
+    unfit = _unfit(tensor)
+    if unfit:
+        raise _not_plain(unfit, "a plain strided tensor", f"{tensor.dtype} {tuple(tensor.shape)}")
+    address = tensor.data_ptr()  # asked first: a lazy clone gets memory of its own here
     storage = tensor.untyped_storage()
+    if not address or not storage.nbytes():
+        raise _not_plain("a tensor without memory", "a plain strided tensor", f"{tensor.dtype} {tuple(tensor.shape)}")
     size = tensor.element_size()
     return Buffer(
-        tensor.data_ptr(),
+        address,
         tuple(tensor.shape),
         tuple(s * size for s in tensor.stride()),
         str(tensor.dtype).removeprefix("torch."),
@@ -75,7 +87,15 @@ def tensor_buffer(tensor: torch.Tensor) -> Buffer:
 
 
 def array_buffer(array: NDArray[Any]) -> Buffer:
-    """A numpy array as a `Buffer`; the array at the bottom of its chain of views is what gets adopted."""
+    """A numpy array as a `Buffer`; the array at the bottom of its chain of views is what gets adopted.
+
+    Raises `ManifestError` for one that may not be written (bytes, a file mapped to be read) or that has a mask, which
+    does not travel.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise _not_plain("a masked array", "a plain array", f"{array.dtype} {array.shape}")
+    if not array.flags.writeable:
+        raise _not_plain("memory that may only be read", "a writeable array", f"{array.dtype} {array.shape}")
     base: Any = array
     while getattr(base, "base", None) is not None and hasattr(base.base, "__array_interface__"):
         base = base.base
@@ -83,6 +103,30 @@ def array_buffer(array: NDArray[Any]) -> Buffer:
     return Buffer(
         address, array.shape, array.strides, str(array.dtype), "cpu",
         int(base.__array_interface__["data"][0]), int(base.nbytes), base,
+    )  # fmt: skip
+
+
+def _unfit(tensor: torch.Tensor) -> str:
+    """What keeps a tensor from being its own memory, or nothing."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a tensor of the class {type(tensor).__name__}"
+    found = {
+        "a nested tensor": tensor.is_nested,
+        "a tensor that is not strided": tensor.layout is not torch.strided,
+        "a quantized tensor": tensor.is_quantized,
+        "a tensor on the meta device": tensor.is_meta,
+        "a tensor that is negated when it is read": tensor.is_neg(),
+        "a tensor that is conjugated when it is read": tensor.is_conj(),
+    }
+    return next((what for what, holds in found.items() if holds), "")
+
+
+def _not_plain(what: str, expected: str, actual: str) -> ManifestError:
+    return ManifestError(
+        f"{what} cannot be adopted", where="adopt", expected=expected, actual=actual,
+        hint="Adopt the writeable memory itself that the engine's kernels read and write.",
     )  # fmt: skip
 
 

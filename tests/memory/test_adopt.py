@@ -212,6 +212,51 @@ def test_declared_head_major_pages_are_refused_whatever_their_sizes_say(layout: 
         layout_rank(StateSpec((replace(TWO_LAYERS.components[0], layout=layout),), 2), SIZE, *ALONE)
 
 
+def read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+class Wrapped(torch.Tensor):
+    """A subclass may hold its values anywhere."""
+
+
+UNFIT: dict[str, tuple[object, str]] = {
+    "bytes": (lambda: np.frombuffer(bytes(4 * PAGE * 24), np.float32).reshape(-1, 2, 3), "only be read"),
+    "not writeable": (lambda: read_only(np.zeros((4 * PAGE, 2, 3), np.float32)), "only be read"),
+    "broadcast": (lambda: np.broadcast_to(np.zeros((1, 2, 3), np.float32), (4 * PAGE, 2, 3)), "only be read"),
+    "masked": (lambda: np.ma.masked_array(np.zeros((4 * PAGE, 2, 3), np.float32)), "masked"),
+    "negated": (lambda: torch._neg_view(torch.zeros(4 * PAGE, 2, 3)), "negated"),
+    "conjugated": (lambda: torch.zeros(4 * PAGE, 2, 3, dtype=torch.complex64).conj(), "conjugated"),
+    "subclass": (lambda: torch.zeros(4 * PAGE, 2, 3).as_subclass(Wrapped), "class Wrapped"),
+    "sparse": (lambda: torch.zeros(4 * PAGE, 2, 3).to_sparse(), "not strided"),
+    "meta": (lambda: torch.zeros(4 * PAGE, 2, 3, device="meta"), "meta"),
+    "freed": (lambda: freed(torch.zeros(4 * PAGE, 2, 3)), "without memory"),
+    "zeros without memory": (lambda: torch._efficientzerotensor((4 * PAGE, 2, 3)), "without memory"),
+}
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_values_that_are_not_the_memory_or_may_not_be_written_are_refused(what: str) -> None:
+    make, why = UNFIT[what]
+    with pytest.raises(ManifestError, match=why):
+        fits(make())  # type: ignore[operator]
+
+
+def test_parameters_and_lazy_clones_are_their_memory() -> None:
+    fits(torch.nn.Parameter(torch.zeros(4 * PAGE, 2, 3)))
+    fits(torch.zeros(4 * PAGE, 2, 3, requires_grad=True)[:])
+    source = torch.zeros(4 * PAGE, 2, 3)
+    clone = torch._lazy_clone(source)
+    buffer = tensor_buffer(clone)
+    assert buffer.address == clone.data_ptr() == buffer.base_address != source.data_ptr()
+
+
 @pytest.mark.parametrize("change", ["missing", "extra"])
 def test_tensors_and_regions_must_match(change: str) -> None:
     buffers: dict[RegionKey, Buffer] = {k: tensor_buffer(t) for k, t in separate().items()}
