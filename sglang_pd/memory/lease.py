@@ -129,9 +129,14 @@ class Lease:
         self._whole_pins += whole
 
     def unpin(self, *, whole: bool = False) -> None:
-        """That transfer is quiesced."""
-        if self._pins < 1 or (whole and self._whole_pins < 1):
-            raise LeaseError("a lease was unpinned more often than pinned", where=f"generation {self.generation}")
+        """That transfer is quiesced. whole: as it was pinned. Raises `LeaseError` where no such pin is left."""
+        held = self._whole_pins if whole else self._pins - self._whole_pins  # each kind pays for itself alone
+        if held < 1:
+            raise LeaseError(
+                "a lease was unpinned more often than pinned", where=f"generation {self.generation}",
+                expected=f"a pin with whole={whole}", actual=f"{self._pins} pins, {self._whole_pins} of them whole",
+                hint="Unpin with the `whole` that the pin had.",
+            )  # fmt: skip
         self._pins -= 1
         self._whole_pins -= whole
 

@@ -201,6 +201,24 @@ def test_a_pinned_lease_is_quarantined_never_released() -> None:
         a.fenced(lease.generation)
 
 
+@pytest.mark.parametrize("pins", [(True,), (False, True), (True, True)], ids=str)
+def test_an_unpin_gives_back_a_pin_of_its_own_kind_only(pins: tuple[bool, ...]) -> None:
+    """Unpinned as the other kind, a lease could be released with a whole reader still counted."""
+    a = allocator()
+    lease = a.lease(12)
+    for whole in pins:
+        lease.pin(whole=whole)
+    for _ in range(pins.count(False)):
+        lease.unpin()
+    with pytest.raises(LeaseError, match="more often than pinned"):
+        lease.unpin()
+    with pytest.raises(LeaseError, match="being read"):
+        lease.release()
+    for _ in range(pins.count(True)):
+        lease.unpin(whole=True)
+    lease.release()
+
+
 def test_a_callback_that_raises_leaves_the_books_balanced() -> None:
     """The lease stayed armed, and could be given back, while its memory was withheld."""
 
