@@ -103,7 +103,7 @@ class Allocator:
                     first = self._span(space, tokens, window_stop)[0]
                     lease.holdings[space] = Holding(np.empty(0, np.int64), first)
                 else:
-                    lease.holdings[space] = Holding(pool.take(1, lease.generation))
+                    lease.holdings[space] = Holding(pool.take(1))
             if prefix is not None:
                 self._share(lease, prefix[0], prefix[1], (tokens, window_stop))
             self.extend(lease, tokens, window_stop)
@@ -160,10 +160,10 @@ class Allocator:
                 wanted.append((space, holding, max(0, end - holding.stop)))
         for space, _, count in wanted:
             if count > self.pools[space].free:
-                self.pools[space].take(count, lease.generation)  # raises, naming what is missing
+                self.pools[space].take(count)  # raises, naming what is missing
         for space, holding, count in wanted:
             if count:
-                taken = self.pools[space].take(count, lease.generation)
+                taken = self.pools[space].take(count)
                 holding.indices = np.concatenate([holding.indices, taken])
         if tokens > lease.tokens or any(count for _, _, count in wanted):
             lease.tokens = max(lease.tokens, tokens)

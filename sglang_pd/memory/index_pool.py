@@ -43,7 +43,6 @@ class IndexPool:
         self._free = first.shape[0]
         self._holders = np.zeros(space.extent, dtype=np.int32)
         self._fences = np.zeros(space.extent, dtype=np.int32)
-        self._owner = np.zeros(space.extent, dtype=np.int64)
 
     @property
     def size(self) -> int:
@@ -65,11 +64,7 @@ class IndexPool:
         """Indices with a holder."""
         return int(np.count_nonzero(self._holders))
 
-    def owner(self, index: int) -> int:
-        """Generation that took the index last, 0 for one never issued."""
-        return int(self._owner[index])
-
-    def take(self, count: int, generation: int) -> I64:
+    def take(self, count: int) -> I64:
         """Issue `count` indices, int64 [count]. Raises `RoomError` (`pool_exhausted`), having issued nothing."""
         if count > self._free:
             raise RoomError(
@@ -82,7 +77,6 @@ class IndexPool:
         taken = self._stack[self._free - count : self._free][::-1].copy()
         self._free -= count
         self._holders[taken] = 1
-        self._owner[taken] = generation
         return taken
 
     def share(self, indices: I64) -> None:

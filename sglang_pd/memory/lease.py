@@ -140,11 +140,6 @@ class Lease:
         self._pins -= 1
         self._whole_pins -= whole
 
-    def require_clearable(self) -> None:
-        """Raise `LeaseError` unless the local engine may clear this lease's slot and row."""
-        self._require("be cleared", LeaseState.HELD)
-        self._require_not_read_whole("be cleared")
-
     def _require_not_read_whole(self, what: str) -> None:
         if self._whole_pins:
             raise LeaseError(
@@ -192,8 +187,9 @@ class Lease:
 
         A source passes a prompt with prefix 0 and lists the whole prompt; a destination lists what lies behind its
         prefix. windows: False leaves sliding windows out, whose pages at the prompt's end prefill does not hold yet.
-        Raises `PlanError` (`count_mismatch`) where the lease holds too little.
+        Raises `PlanError` (`count_mismatch`) where the lease holds too little; `LeaseError` once it is over.
         """
+        self._require("be listed", LeaseState.HELD, LeaseState.ARMED)
         result: dict[AnySpace, Idx[Any]] = {}
         for space, holding in self.holdings.items():
             if not windows and isinstance(space, Page) and isinstance(space.of, SwaTok):
@@ -216,7 +212,9 @@ class Lease:
         self._tables = None
 
     def tables(self) -> Tables:
-        """The indices for the engines of all ranks, as of now."""
+        """The indices for the engines of all ranks, as of now. Raises `LeaseError` for a lease that is over: its
+        indices are, or will be, another's."""
+        self._require("give tables", LeaseState.HELD, LeaseState.ARMED)
         if self._tables is None:
             fields: dict[str, Any] = {"generation": self.generation, "tokens": self.tokens}
             for space, holding in self.holdings.items():

@@ -25,7 +25,8 @@ class RankPools:
     """Views of every region of one rank. The engine's rank owns it; views stay valid while the scope is not suspended.
 
     Holds the rank's own list of rows and slots that are armed for receive, so that no engine can clear arriving state,
-    whatever its scheduler believes.
+    whatever its scheduler believes; and the generation that took each row and slot last, so that tables of a lease that
+    is over are refused once another has its place. One allocator serves the pools: generations of two do not compare.
     """
 
     def __init__(self, layout: RankLayout, segments: Sequence[Segment]) -> None:
@@ -39,6 +40,8 @@ class RankPools:
         for key, (region, space) in self._regions.items():
             self._check(key, region, space)
         self._armed: dict[int, tuple[int | None, int | None]] = {}
+        self._taken: dict[tuple[str, int], int] = {}
+        """Generation that took a row or slot last; as many entries as there are rows and slots."""
         self._tensors: dict[int, torch.Tensor] = {}
 
     def _check(self, key: RegionKey, region: Region, space: AnySpace) -> None:
@@ -107,12 +110,32 @@ class RankPools:
 
     # --- a request's state ---
 
+    def take(self, tables: Tables) -> None:
+        """Row and slot are this generation's from now on; again and again, as often as it names them.
+
+        Raises `LeaseError` where a younger generation took either: the tables are of a lease that is over.
+        """
+        row, slot = _row_slot(tables)
+        mine = [(what, index) for what, index in (("row", row), ("slot", slot)) if index is not None]
+        for what, index in mine:
+            last = self._taken.get((what, index), 0)
+            if last > tables.generation:
+                raise LeaseError(
+                    "tables of a lease that is over", where=f"{what} {index}", expected=f"generation {last}",
+                    actual=f"generation {tables.generation}", hint="Ask the lease for its tables at each step.",
+                )  # fmt: skip
+        self._taken.update(dict.fromkeys(mine, tables.generation))
+
     def arm(self, tables: Tables) -> None:
-        """A peer may write this request's row, slot and pages: `reset` is refused until `disarm`."""
+        """A peer may write this request's row, slot and pages: `reset` is refused until `disarm`.
+
+        Raises `LeaseError` for a row or slot that is armed already, and as `take`.
+        """
         row, slot = _row_slot(tables)
         for generation, (other_row, other_slot) in self._armed.items():
             if (row is not None and row == other_row) or (slot is not None and slot == other_slot):
                 raise LeaseError("a row or slot is armed twice", where=f"generation {generation}", actual=(row, slot))
+        self.take(tables)
         self._armed[tables.generation] = (row, slot)
 
     def disarm(self, generation: int) -> None:
@@ -122,7 +145,7 @@ class RankPools:
     def reset(self, tables: Tables) -> None:
         """Give a fresh request's recurrent slot its initial values (zero; an n-gram history: EOS).
 
-        Raises `LeaseError` for a slot that is armed for receive.
+        Raises `LeaseError` for a slot that is armed for receive, and as `take`.
         """
         _, slot = _row_slot(tables)
         for generation, (_, armed) in self._armed.items():
@@ -131,6 +154,7 @@ class RankPools:
                     "a slot armed for receive cannot be cleared", where=f"slot {slot}",
                     actual=f"armed by generation {generation}, cleared by generation {tables.generation}",
                 )  # fmt: skip
+        self.take(tables)
         for key, (_, space) in self._regions.items():
             if isinstance(space, RecurrentSlot) and slot is not None:
                 initial = self.layout.views[key].initial

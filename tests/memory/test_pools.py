@@ -11,6 +11,7 @@ from support.stub_backend import StubBackend
 from sglang_pd.memory.allocator import Allocator
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import Capacity, layout_rank
+from sglang_pd.memory.lease import Lease
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
@@ -91,6 +92,61 @@ def test_an_armed_slot_cannot_be_cleared() -> None:
         pools.arm(lease.tables())
     pools.disarm(lease.generation)
     pools.reset(lease.tables())
+
+
+def row_and_slot(lease: Lease) -> tuple[int, int]:
+    tables = lease.tables()
+    assert tables.row is not None and tables.slot is not None
+    return int(tables.row.lower()[0]), int(tables.slot.lower()[0])
+
+
+def test_a_slot_that_another_lease_has_taken_is_not_cleared_by_old_tables() -> None:
+    pools = pools_of(hybrid_state(), capacity(3))
+    allocator = Allocator(pools.layout.roots)
+    first = allocator.lease(5)
+    old, place = first.tables(), row_and_slot(first)
+    pools.reset(old)
+    pools.reset(old)
+    first.release()
+    second = allocator.lease(5)
+    assert row_and_slot(second) == place, "the place is used again"
+    pools.reset(second.tables())
+    pools.array("MAMBA", 1, "temporal")[:] = 4.0
+    for forbidden in (pools.reset, pools.arm, pools.take):
+        with pytest.raises(LeaseError, match="lease that is over"):
+            forbidden(old)
+    assert (pools.array("MAMBA", 1, "temporal") == 4.0).all()
+    pools.arm(second.tables())
+    pools.disarm(second.generation)
+
+
+def test_a_slot_that_receives_belongs_to_whom_it_was_armed_for() -> None:
+    """After the state arrived nothing marks it but the generation: an old request must not clear it."""
+    pools = pools_of(hybrid_state(), capacity(3))
+    allocator = Allocator(pools.layout.roots)
+    first = allocator.lease(5)
+    old = first.tables()
+    first.release()
+    second = allocator.lease(5)
+    pools.arm(second.tables())
+    with pytest.raises(LeaseError, match="armed"):
+        pools.reset(old)
+    pools.disarm(second.generation)
+    with pytest.raises(LeaseError, match="lease that is over"):
+        pools.reset(old)
+
+
+def test_a_row_alone_tells_an_old_lease() -> None:
+    spec = RegionSpec("key", (0,), "float32", 1, (5,), replicated=True)
+    ring = ComponentSpec("QSA_PENDING", "rows", (spec,), ring_width=5, group_tokens=4)
+    pools = pools_of(StateSpec((ring,), 1), Capacity(2 * PAGE, PAGE, rows=1))
+    allocator = Allocator(pools.layout.roots)
+    first = allocator.lease(5)
+    old = first.tables()
+    first.release()
+    pools.take(allocator.lease(5).tables())
+    with pytest.raises(LeaseError, match="row 1"):
+        pools.take(old)
 
 
 def test_a_region_that_is_not_there_and_one_that_does_not_fit() -> None:
