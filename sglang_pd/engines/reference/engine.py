@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request
+from sglang_pd.engines.claims import require_distinct, require_same_lease
 from sglang_pd.engines.reference.config import MAX_TOKENS, ReferenceConfig, state_spec
 from sglang_pd.engines.reference.grid import linear, rms
 from sglang_pd.engines.reference.links import Links
@@ -127,6 +128,7 @@ class ReferenceEngine:
                 expected=f"start {sequence.tokens}, stop up to {0 if prompt is None else len(prompt)}",
                 actual=f"[{chunk.start}, {chunk.stop})",
             )  # fmt: skip
+        self._claim(sequence, chunk.tables)
         sequence.tables = chunk.tables
         every = self._forward(
             [sequence], prompt[None, chunk.start : chunk.stop], every=chunk.request_id in self._scores
@@ -174,6 +176,7 @@ class ReferenceEngine:
             )  # fmt: skip
         if not 0 <= record.first_token < self.config.vocab or record.prompt_tokens >= MAX_TOKENS:
             raise RoomError("the record is not possible", code="request_rejected", where=request_id)
+        self._pools.take(tables)
         a, b, c = record.position_delta
         self._sequences[request_id] = Sequence(
             request_id, (a, b, c), record.sampling, tables, tokens=record.prompt_tokens, drawn=record.sampled
@@ -182,6 +185,9 @@ class ReferenceEngine:
     def decode(self, batch: SequenceOf[DecodeItem]) -> list[Output] | None:
         """See `Engine`."""
         sequences = [self._known(item.request_id) for item in batch]
+        require_distinct(batch)
+        for sequence, item in zip(sequences, batch, strict=True):
+            self._claim(sequence, item.tables)
         for sequence, item in zip(sequences, batch, strict=True):
             sequence.tables = item.tables
             if sequence.tokens >= MAX_TOKENS:
@@ -202,6 +208,11 @@ class ReferenceEngine:
         if request_id not in self._sequences:
             raise RoomError("no such request in this engine", code="request_rejected", where=request_id)
         return self._sequences[request_id]
+
+    def _claim(self, sequence: Sequence, tables: Tables) -> None:
+        """Refuse tables that are not of the memory where this request's state lies."""
+        require_same_lease(sequence.request_id, sequence.tables, tables)
+        self._pools.take(tables)
 
     def _sampled(self, sequence: Sequence, logits: NDArray[np.float64]) -> Output:
         token, logprob = choose(logits, sequence.sampling, sequence.drawn)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request, Sampling
+from sglang_pd.engines.claims import require_distinct, require_same_lease
 from sglang_pd.engines.devices import require_device
 from sglang_pd.engines.sampling import choose, logprobs
 from sglang_pd.engines.transformers.describe import facts_of, probe
@@ -159,6 +160,7 @@ class TransformersEngine:
                 code="request_rejected", where=chunk.request_id, expected=f"one chunk of {len(prompt)} tokens",
                 actual=f"[{chunk.start}, {chunk.stop})", hint="Raise the prefill worker's tokens of a chunk.",
             )  # fmt: skip
+        self._claim(running, chunk.tables)
         running.tables = chunk.tables
         every = self._step([running], prompt[None, chunk.start : chunk.stop], every=running.scores is not None)[0]
         if running.scores is not None:
@@ -204,6 +206,8 @@ class TransformersEngine:
         if not 0 <= record.first_token < self._facts.vocab_size or record.prompt_tokens >= self._facts.max_tokens:
             raise RoomError("the record is not possible", code="request_rejected", where=request_id)
         self._check_extra(request_id, record)
+        self._ready()
+        self._pools.take(tables)
         running = Running(request_id, record.sampling, tables, record.prompt_tokens, record.sampled)
         with self._clean():
             self._caches[request_id,] = self._ready().load([running.span])
@@ -212,6 +216,9 @@ class TransformersEngine:
     def decode(self, batch: Sequence[DecodeItem]) -> list[Output] | None:
         """See `Engine`. One forward for each `decode_batch` requests."""
         members = [self._known(item.request_id) for item in batch]
+        require_distinct(batch)
+        for running, item in zip(members, batch, strict=True):
+            self._claim(running, item.tables)
         for running, item in zip(members, batch, strict=True):
             running.tables = item.tables
             if running.tokens >= self._facts.max_tokens:
@@ -240,6 +247,11 @@ class TransformersEngine:
         if request_id not in self._running:
             raise RoomError("no such request in this engine", code="request_rejected", where=request_id)
         return self._running[request_id]
+
+    def _claim(self, running: Running, tables: Tables) -> None:
+        """Refuse tables that are not of the memory where this request's state lies."""
+        require_same_lease(running.request_id, running.tables, tables)
+        self._pools.take(tables)
 
     def _sampled(self, running: Running, logits: NDArray[np.float64]) -> Output:
         token, logprob = choose(logits, running.sampling, running.drawn)
