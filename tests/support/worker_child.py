@@ -198,16 +198,16 @@ class Child:
         return {"room": entry.room, "handle": handle, "lists": self.memory.numbers(entry.lists)}
 
     def do_fill(
-        self, room: int, handle: int, tokens: int, seed: int, lists: dict[str, list[int]],
+        self, handle: int, tokens: int, seed: int, lists: dict[str, list[int]],
         chunks: list[int] | None = None, pause_s: float = 0.0,
     ) -> None:  # fmt: skip
         """A rank of a prefill: its share of a room is computed and sent."""
         entry = Room(
-            room, None, self.memory.lists(lists), seed, Prompt(tokens), cuts(tokens, chunks), self.last_rank,
+            0, None, self.memory.lists(lists), seed, Prompt(tokens), cuts(tokens, chunks), self.last_rank,
             f"seed {seed}", pause_s, handle=handle,
         )  # fmt: skip
         self.memory.write(entry.lists, entry.prompt, seed)
-        self.by_handle[handle] = self.by_room[room] = entry
+        self.by_handle[handle] = entry
 
     def do_judge(self, room: int, tokens: int, seed: int, lists: dict[str, list[int]]) -> dict[str, Any]:
         """A rank: what is wrong with its share of a room."""

@@ -62,7 +62,7 @@ def start(prefill: Instance, decode: Instance, room: int, tokens: int, **serve: 
     """A room; every rank of prefill computes its share."""
     p = prefill.control.ask("serve", room=room, tokens=tokens, seed=room, **serve)
     for rank in prefill.ranks:
-        rank.ask("fill", room=room, handle=p["handle"], tokens=tokens, seed=room, lists=p["lists"], **serve)
+        rank.ask("fill", handle=p["handle"], tokens=tokens, seed=room, lists=p["lists"], **serve)
     d = decode.control.ask("open", room=room, tokens=tokens, seed=room, address=prefill.control.address)
     return p, d
 
