@@ -36,6 +36,10 @@ MAX_VALUE = 512
 Value = Annotated[str, Meta(max_length=MAX_VALUE)]
 Millis = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 
+MAX_LOST = 64
+"""Most epochs that one `Hello` asks about."""
+Epochs = Annotated[tuple[U64, ...], Meta(max_length=MAX_LOST)]
+
 MAX_MANIFEST_BYTES = 24 * 2**20
 MAX_RECORD_BYTES = 64 * 2**10
 MAX_MISMATCHES = 16_384
@@ -102,7 +106,8 @@ class Hello(Message, frozen=True, kw_only=True):
     manifest_digest: xxh3-64 of `manifest`; names the pair of manifests from here on.
     packing_rules: numbers of the packing orders this side can bind, best first.
     heartbeat_ms: how often this side sends a `Heartbeat`; liveness_ms: how long it waits for one. Raises ValueError
-    when liveness_ms is under twice heartbeat_ms.
+    when liveness_ms is under twice heartbeat_ms. lost: epochs under which this prefill spoke to decode before, and
+    decode lost it, whose rooms are not all fenced.
     """
 
     instance: Name
@@ -112,6 +117,7 @@ class Hello(Message, frozen=True, kw_only=True):
     heartbeat_ms: Millis
     liveness_ms: Millis
     software: Value = ""
+    lost: Epochs = ()
 
     def __post_init__(self) -> None:
         if self.liveness_ms < 2 * self.heartbeat_ms:
@@ -121,7 +127,8 @@ class Hello(Message, frozen=True, kw_only=True):
 class HelloReply(Message, frozen=True, kw_only=True):
     """Prefill's answer: its own manifest, its verdict, and the digest of the plans it compiled (0 when refused).
 
-    peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. Other fields as in `Hello`.
+    peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. fenced: those of `Hello.lost` for
+    which no rank of this manifest writes any more. Other fields as in `Hello`.
     """
 
     instance: Name
@@ -134,6 +141,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     heartbeat_ms: Millis
     liveness_ms: Millis
     software: Value = ""
+    fenced: Epochs = ()
 
     def __post_init__(self) -> None:
         if self.liveness_ms < 2 * self.heartbeat_ms:
@@ -394,5 +402,5 @@ MESSAGES: dict[int, type[Message]] = {
 MESSAGE_SINCE: dict[int, int] = {}
 """Type number -> the minor that brought it; not listed: 0."""
 
-FIELD_SINCE: dict[tuple[str, str], int] = {}
+FIELD_SINCE: dict[tuple[str, str], int] = {("Hello", "lost"): 1, ("HelloReply", "fenced"): 1}
 """(message, field) -> the minor that brought the field; not listed: 0."""

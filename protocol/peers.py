@@ -13,7 +13,7 @@ class Peer:
 
     liveness_s: how long it may be silent. alive_until_s: last sign of life plus liveness_s. drain_until_s: when it said
     it would be gone, None while it does not drain. lost: why it was given up, None while it lives. own_epoch: under
-    which epoch this side speaks to it.
+    which epoch this side speaks to it. unproven: a room with it ended whose fence was not proven.
     """
 
     epoch: int
@@ -23,6 +23,7 @@ class Peer:
     drain_until_s: float | None = None
     lost: ErrorInfo | None = None
     own_epoch: int = 0
+    unproven: bool = False
 
     @property
     def deadline_s(self) -> float:

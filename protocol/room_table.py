@@ -62,6 +62,9 @@ class RoomTable(Generic[R]):
         self._graves: dict[int, Tombstones] = {}
         self._by_peer: dict[int, set[int]] = {}
         self._lost: dict[int, None] = {}
+        self._unproven: set[int] = set()
+        """Epochs of this side towards lost peers with a room whose fence was never proven. Kept for good: each stands
+        for memory at the peer that only a death gives back."""
         self._timers: list[tuple[float, int]] = []
         self._scheduled: dict[int, float] = {}
 
@@ -106,9 +109,17 @@ class RoomTable(Generic[R]):
         self._drop_if_idle(peer)
         return out
 
+    def fenced(self, own_epoch: int) -> bool:
+        """Whether nothing of the rooms under which this side went by that epoch is written any more: none is left, and
+        none ended without its proof. Epochs that never had a room, too.
+        """
+        return own_epoch not in self._unproven and all(peer.own_epoch != own_epoch for peer in self.peers.values())
+
     def _drop_if_idle(self, peer: Peer) -> None:
         if peer.lost is not None and not self._by_peer.get(peer.epoch):
             self.peers.pop(peer.epoch, None)
+            if peer.unproven:
+                self._unproven.add(peer.own_epoch)
             self._by_peer.pop(peer.epoch, None)
             grave = self._graves.pop(peer.epoch, None)
             # The epoch never returns, so its floor may go; but its rooms are still used up for everyone else.
@@ -186,9 +197,10 @@ class RoomTable(Generic[R]):
     def _retire(self, room: R, now_s: float) -> None:
         del self.rooms[room.room]
         self._scheduled.pop(room.room, None)
-        epoch = room.peer.epoch if room.peer is not None else 0
+        epoch, proven = room.peer.epoch if room.peer is not None else 0, self._proven(room)
         if room.peer is not None:
             self._by_peer[epoch].discard(room.room)
+            room.peer.unproven = room.peer.unproven or not proven
         self._bury(
             epoch,
             Tombstone(
@@ -196,7 +208,7 @@ class RoomTable(Generic[R]):
                 generation=room.generation,
                 state=room.now_in.value,
                 error=bounded(room.error),
-                proven=self._proven(room),
+                proven=proven,
                 refused=False,
                 expires_s=now_s + self._grave(epoch).keep_s,
             ),

@@ -203,7 +203,7 @@ class RankAgent:
         elif isinstance(order, Unpair):
             self._pairings.pop(order.peer_epoch, None)
             self.source.unpair(order.peer_epoch)
-            self.destination.unpair(order.peer_epoch)
+            self.destination.unpair(order.peer_epoch, fenced=order.fenced)
         elif isinstance(order, Begin):
             self._begin(order)
         elif isinstance(order, Halt):

@@ -267,13 +267,23 @@ class RoomDesk:
             )  # fmt: skip
             self._local(Role.PREFILL, report.room, fenced, report.generation)
         elif isinstance(report, Revoked):
-            rooms = sorted(self._sought.get(report.peer_epoch, ()))
-            if rooms:
-                self._proven.setdefault(report.peer_epoch, set()).add(str(rank))
-            for room in rooms:
-                self._local(Role.DECODE, room, Proven(str(rank)))
+            self._prove(report.peer_epoch, rank)
         elif isinstance(report, Checked):
             self.verification.answer(rank, report)
+
+    def _prove(self, peer_epoch: int, rank: RankId) -> None:
+        """Nothing of that peer lands at that own rank any more."""
+        rooms = sorted(self._sought.get(peer_epoch, ()))
+        if rooms:
+            self._proven.setdefault(peer_epoch, set()).add(str(rank))
+        for room in rooms:
+            self._local(Role.DECODE, room, Proven(str(rank)))
+
+    def fenced_by_peer(self, peer_epoch: int, now_s: float) -> None:
+        """Decode: a lost peer that lives says itself that it writes no more under that epoch."""
+        self._now_s = now_s
+        for rank in self._ranks:
+            self._prove(peer_epoch, rank)
 
     def _fault(self, report: RoomFault) -> None:
         if report.generation:

@@ -46,10 +46,10 @@ class DestinationSide:
         self._writers[peer_epoch] = _Writers(pairing, open_epochs=writers)
         self._report(Paired(peer_epoch=peer_epoch))
 
-    def unpair(self, peer_epoch: int) -> None:
-        """Forget a source instance, unless its fence is still sought."""
+    def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:
+        """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise."""
         writers = self._writers.get(peer_epoch)
-        if writers is not None and not writers.seeking:
+        if writers is not None and (fenced or not writers.seeking):
             del self._writers[peer_epoch]
 
     def leave_all(self) -> None:

@@ -40,9 +40,10 @@ class Pair(Order, frozen=True, kw_only=True):
 
 
 class Unpair(Order, frozen=True, kw_only=True):
-    """Forget a peer instance and disconnect from its ranks."""
+    """Forget a peer instance and disconnect from its ranks. fenced: its own word proves what was sought."""
 
     peer_epoch: Epoch
+    fenced: bool = False
 
 
 class Begin(Order, frozen=True, kw_only=True):

@@ -78,6 +78,7 @@ SAMPLES: dict[str, Message] = {
         heartbeat_ms=1_000,
         liveness_ms=10_000,
         software="sglang-pd 0.1.0",
+        lost=(EPOCH, 2**64 - 1),
     ),
     "hello_reply": HelloReply(
         instance="prefill-0",
@@ -90,6 +91,7 @@ SAMPLES: dict[str, Message] = {
         heartbeat_ms=500,
         liveness_ms=1_000,
         software="sglang-pd 0.1.0",
+        fenced=(2**64 - 1,),
     ),
     "hello_confirm": HelloConfirm(
         manifest_digest=2**64 - 1, peer_manifest_digest=1, verdict=Verdict(accepted=True), plan_digest=77
