@@ -112,6 +112,26 @@ def prompt_digest(token_ids: NDArray[np.integer] | Sequence[int]) -> int:
 
     Raises LocalProtocolError for an id outside 0 .. 2**32 - 1, and for what is no flat list of integers.
     """
+    return xxhash.xxh3_64_intdigest(_packed_ids(token_ids))
+
+
+class PromptDigest:
+    """`prompt_digest` of token ids that come piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+
+    def add(self, token_ids: NDArray[np.integer] | Sequence[int]) -> None:
+        """The next ids, a flat list of integers. Raises as `prompt_digest`, nothing added."""
+        self._hash.update(_packed_ids(token_ids))
+
+    @property
+    def value(self) -> int:
+        """The digest of all ids so far, 64 bits."""
+        return self._hash.intdigest()
+
+
+def _packed_ids(token_ids: NDArray[np.integer] | Sequence[int]) -> bytes:
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         # A float would be cut, rows would be joined: another prompt, with the digest of this one.
@@ -120,4 +140,4 @@ def prompt_digest(token_ids: NDArray[np.integer] | Sequence[int]) -> int:
         )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 2**32 - 1):
         raise LocalProtocolError("a token id does not fit 32 bits", code="index_invalid")
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype=_U32).tobytes())
+    return np.ascontiguousarray(ids, dtype=_U32).tobytes()

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from sglang_pd.memory.lease import Tables
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.spec import StateSpec
-from sglang_pd.protocol.errors import LocalProtocolError, RemoteProtocolError
+from sglang_pd.protocol.errors import LocalProtocolError, RemoteProtocolError, RoomError
+from sglang_pd.protocol.messages import U64
 
 MAX_RECORD_BYTES: Final = 65_536
 """Most bytes of an encoded handoff record; the wire message allows no more."""
@@ -65,6 +66,23 @@ class Request:
     score: bool = False
 
 
+def own_ids(token_ids: Any, where: str) -> NDArray[np.int64]:
+    """Token ids as an array of one's own that nobody writes any more: int64 [tokens].
+
+    Callers re-use their arrays; an id that changed while its request waits would be computed under the digest of the
+    former. Raises `RoomError` (`request_rejected`) for what is no flat array of integers.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise RoomError(
+            "token ids are a flat array of integers", code="request_rejected", where=where, expected="int64 [tokens]",
+            actual=f"{ids.dtype} {list(ids.shape)}",
+        )  # fmt: skip
+    own = np.array(ids, dtype=np.int64)
+    own.setflags(write=False)
+    return own
+
+
 TokenNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MAX_TOP: Final = 20
 """Likeliest tokens that are told of one place."""
@@ -73,7 +91,8 @@ MAX_TOP: Final = 20
 class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The small facts of a prefilled request, beside its state in pools.
 
-    model: fingerprint. prompt_tokens: tokens that the state stands for. first_token, first_logprob: chosen by prefill.
+    model: fingerprint. prompt_tokens: tokens that the state stands for. prompt_digest: `indices.prompt_digest` of the
+    token ids that were computed, which decode compares with its own. first_token, first_logprob: chosen by prefill.
     first_top: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
     sampled: tokens drawn so far, from which a seeded sampler continues. position_delta: what is added to the position
     on each coordinate axis (three for multimodal rotary embeddings). extra: what only this engine understands.
@@ -81,6 +100,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model: Annotated[str, Meta(max_length=256)]
     prompt_tokens: Annotated[int, Meta(ge=1, le=2**40)]
+    prompt_digest: U64
     first_token: TokenNumber
     first_logprob: float
     sampling: Sampling
@@ -166,8 +186,9 @@ class Engine(Protocol):
         ...
 
     def start(self, request: Request, tables: Tables) -> None:
-        """Begin a prompt: its slot gets its initial values. Raises `RoomError` (`prompt_too_long`, `prompt_empty`,
-        `request_rejected`), `LeaseError` for a slot that is armed for receive."""
+        """Begin a prompt: its slot gets its initial values; the ids are copied. Raises `RoomError` (`prompt_too_long`,
+        `prompt_empty`, `request_rejected`), `LeaseError` for a slot that is armed for receive. A call that raises
+        leaves nothing to `release`: the id may be that of a request which runs."""
         ...
 
     def prefill(self, chunk: PrefillChunk) -> Output | None:
@@ -175,11 +196,13 @@ class Engine(Protocol):
         ...
 
     def handoff(self, request_id: str) -> HandoffRecord:
-        """The facts to travel, after the last chunk, on the last stage."""
+        """The facts to travel, after the last chunk, on the last stage. The digest is of the ids that `prefill` fed to
+        the model, not of those that `start` was given."""
         ...
 
     def admit(self, request_id: str, record: HandoffRecord, tables: Tables) -> None:
-        """Take over a request whose state arrived in this rank's pools. Raises `RoomError` for a foreign record."""
+        """Take over a request whose state arrived in this rank's pools. Raises `RoomError` for a foreign record and for
+        a request that is known already; what `start` says of a call that raises holds here too."""
         ...
 
     def decode(self, batch: Sequence[DecodeItem]) -> list[Output] | None:

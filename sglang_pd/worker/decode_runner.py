@@ -11,6 +11,7 @@ from sglang_pd.engines.base import DecodeItem, HandoffRecord
 from sglang_pd.engines.sampling import likeliest
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.indices import prompt_digest
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.room import Role
 from sglang_pd.worker.endpoint import DecodeEndpoint, Trace
@@ -127,13 +128,17 @@ class DecodeRunner(Runner):
             raise RoomError("a room was released before it was admitted", code="internal", where=entry.job.request_id)
         record = HandoffRecord.decode(entry.record)
         tokens = len(entry.job.token_ids)
-        if record.prompt_tokens != tokens or record.model != self.parts.facts.fingerprint:
+        expected = tokens, prompt_digest(entry.job.token_ids), self.parts.facts.fingerprint
+        actual = record.prompt_tokens, record.prompt_digest, record.model
+        if actual != expected:
+            # The room compared what both sides were asked; this is what prefill's engine computed.
             raise RoomError(
                 "the handoff record is of another prompt or model",
                 code="prompt_mismatch",
                 where=entry.job.request_id,
-                expected=f"{tokens} tokens of {self.parts.facts.fingerprint}",
-                actual=f"{record.prompt_tokens} tokens of {record.model}",
+                expected="{} tokens, digest {:016x}, of {}".format(*expected),
+                actual="{} tokens, digest {:016x}, of {}".format(*actual),
+                hint="The state that came with it is of another request: look at prefill's engine.",
             )
         if any(token >= self.parts.facts.vocab_size for token, _ in record.first_top):
             raise RoomError("the record is not possible", code="request_rejected", where=entry.job.request_id)

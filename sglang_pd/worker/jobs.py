@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_pd.engines.base import Sampling
+from sglang_pd.engines.base import Sampling, own_ids
 from sglang_pd.protocol.errors import ErrorInfo
 
 
@@ -59,7 +59,8 @@ Sink = Callable[[Update], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """One sequence. room: of the hand-over. token_ids: int64 [prompt]. address: prefill's control, at decode only.
+    """One sequence. room: of the hand-over. token_ids: int64 [prompt], copied. address: prefill's control, at decode
+    only. Raises `RoomError` (`request_rejected`) for token ids that are no flat array of integers.
 
     request_id names it in the engine: one that no other job of this process has. max_new_tokens counts the first token,
     which prefill chose. ignore_eos: go on past the end token. score: tell the prompt's own log-probabilities.
@@ -79,3 +80,6 @@ class Job:
     score: bool = False
     top: int = 0
     traceparent: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", own_ids(self.token_ids, f"request {self.request_id}"))

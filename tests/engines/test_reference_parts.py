@@ -6,6 +6,7 @@ import subprocess
 import sys
 from fractions import Fraction
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from sglang_pd.engines.reference.qsa import top
 from sglang_pd.engines.sampling import choose, logprobs, uniform
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.errors import ConfigError, LocalProtocolError, PdError, RemoteProtocolError, RoomError
+from sglang_pd.protocol.indices import prompt_digest
 
 
 def rounded(x: float, bits: int) -> Fraction:
@@ -172,8 +174,9 @@ def test_draws_depend_on_seed_and_number_alone() -> None:
 
 def record() -> HandoffRecord:
     return HandoffRecord(
-        model="m", prompt_tokens=5, first_token=3, first_logprob=-0.5, sampling=Sampling(), position_delta=(1, 2, 3)
-    )
+        model="m", prompt_tokens=5, prompt_digest=2**64 - 1, first_token=3, first_logprob=-0.5, sampling=Sampling(),
+        position_delta=(1, 2, 3),
+    )  # fmt: skip
 
 
 def test_a_record_survives_the_wire_and_nothing_else_does() -> None:
@@ -217,16 +220,30 @@ def test_requests_that_cannot_be_are_refused() -> None:
 def test_a_foreign_or_forged_record_is_not_admitted() -> None:
     host = Host(SPARSE, PREFILL)
     tables = host.allocator.lease(8).tables()
+    good = msgspec.structs.replace(record(), model=SPARSE.fingerprint)
     for forged in (
         record(),
-        HandoffRecord(
-            model=SPARSE.fingerprint, prompt_tokens=5, first_token=999, first_logprob=0.0, sampling=Sampling(),
-            position_delta=(0, 0, 0),
-        ),
-        HandoffRecord(model=SPARSE.fingerprint, prompt_tokens=5, first_token=9, first_logprob=0.0, sampling=Sampling()),
-    ):  # fmt: skip
+        msgspec.structs.replace(good, first_token=999),
+        msgspec.structs.replace(good, position_delta=()),
+    ):
         with pytest.raises(RoomError):
             host.engine.admit("x", forged, tables)
+
+
+def test_a_record_names_the_ids_that_were_computed() -> None:
+    """Whoever lent the array may overwrite it; and a prompt that changes under the engine is told as it was read."""
+    host, ids, other = Host(SPARSE, PREFILL), prompt_ids(17), prompt_ids(17, 3)
+    for number, change in enumerate(("lent", "own")):
+        lent, lease = ids.copy(), host.allocator.lease(17, window_stop=0)
+        host.engine.start(Request(change, lent), lease.tables())
+        lease.advance(17)
+        host.engine.prefill(PrefillChunk(change, 0, 6, lease.tables()))
+        lent[:] = other
+        if number:
+            host.engine._sequences[change].prompt = other
+        host.engine.prefill(PrefillChunk(change, 6, 17, lease.tables()))
+        read = np.concatenate([ids[:6], (other if number else ids)[6:]])
+        assert host.engine.handoff(change).prompt_digest == prompt_digest(read)
 
 
 def test_a_slot_armed_for_receive_is_not_reset_by_a_new_request() -> None:

@@ -10,10 +10,11 @@ import pytest
 from support.reference_run import DECODE, PREFILL, Host, Running, hand_over
 from support.transformers_run import NAMED, engine, host, prompt
 
-from sglang_pd.engines.base import HandoffRecord
+from sglang_pd.engines.base import HandoffRecord, PrefillChunk, Request
 from sglang_pd.engines.transformers.engine import Extra
 from sglang_pd.engines.transformers.walk import name_of
 from sglang_pd.protocol.errors import RoomError
+from sglang_pd.protocol.indices import prompt_digest
 
 QWEN4 = "Qwen4ExpForCausalLM"
 
@@ -123,6 +124,22 @@ def test_foreign_records_are_refused(change: dict[str, Any], words: str) -> None
 
 def test_a_record_of_another_length_is_refused_where_a_cache_counts_tokens() -> None:
     assert "cumulative_length" in refused("GptOssForCausalLM", prompt_tokens=12)
+
+
+def test_a_record_names_the_ids_that_were_computed() -> None:
+    """Whoever lent the array may overwrite it; and a prompt that changes under the engine is told as it was read."""
+    one, ids, other = engine(QWEN4), prompt(13), prompt(13, 3)
+    source = host(one, PREFILL)
+    for number, change in enumerate(("lent", "own")):
+        lent, lease = ids.copy(), source.allocator.lease(13, window_stop=0)
+        one.start(Request(change, lent), lease.tables())
+        one.prefill(PrefillChunk(change, 0, 6, lease.tables()))
+        lent[:] = other
+        if number:
+            one._running[change].prompt = other
+        one.prefill(PrefillChunk(change, 6, 13, lease.tables()))
+        read = np.concatenate([ids[:6], (other if number else ids)[6:]])
+        assert one.handoff(change).prompt_digest == prompt_digest(read)
 
 
 def test_a_record_fits_the_message_with_many_layers() -> None:

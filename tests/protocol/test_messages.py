@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from sglang_pd.protocol import codec
 from sglang_pd.protocol.errors import LocalProtocolError, PdError, RemoteProtocolError
-from sglang_pd.protocol.indices import MAX_INDICES, IndexList, pack_indices, prompt_digest
+from sglang_pd.protocol.indices import MAX_INDICES, IndexList, PromptDigest, pack_indices, prompt_digest
 from sglang_pd.protocol.messages import FIELD_SINCE, MESSAGES, RANK_TYPES, Hello, Message, RoomOpen, Verdict, Wrote
 from sglang_pd.protocol.tickets import Ticket, decode_ticket, encode_ticket
 
@@ -214,7 +214,14 @@ def test_prompt_digest_is_of_packed_little_endian_ids_and_takes_any_integers() -
     ids = [1, 2, 2**32 - 1]
     want = xxhash.xxh3_64_intdigest(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
     assert prompt_digest(ids) == prompt_digest(np.array(ids, np.int64)) == prompt_digest(np.array(ids, ">u4")) == want
-    assert prompt_digest([]) == xxhash.xxh3_64_intdigest(b"")
+    assert prompt_digest([]) == xxhash.xxh3_64_intdigest(b"") == PromptDigest().value
+    pieces = PromptDigest()
+    for piece in (ids[:1], [], np.array(ids[1:], np.int64)):
+        pieces.add(piece)
+    assert pieces.value == want
+    with pytest.raises(LocalProtocolError, match="index_invalid"):
+        pieces.add([-1])
+    assert pieces.value == want
     for bad in ([-1], [2**32], [1.5], [float("nan")], [[1, 2]], ["1"], [None], [True], np.array([2**63], np.uint64)):
         with pytest.raises(LocalProtocolError, match="index_invalid"):
             prompt_digest(bad)  # type: ignore[arg-type]

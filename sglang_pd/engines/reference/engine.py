@@ -9,7 +9,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request
+from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request, own_ids
 from sglang_pd.engines.claims import require_distinct, require_same_lease
 from sglang_pd.engines.reference.config import MAX_TOKENS, ReferenceConfig, state_spec
 from sglang_pd.engines.reference.grid import linear, rms
@@ -98,9 +98,9 @@ class ReferenceEngine:
 
     def start(self, request: Request, tables: Tables) -> None:
         """See `Engine`."""
-        ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
         where = f"request {request.request_id}"
-        if ids.ndim != 1 or not ids.size:
+        ids = own_ids(request.token_ids, where)
+        if not ids.size:
             raise RoomError("a request has at least one token", code="prompt_empty", where=where)
         if ids.size >= MAX_TOKENS:
             raise RoomError(
@@ -130,9 +130,9 @@ class ReferenceEngine:
             )  # fmt: skip
         self._claim(sequence, chunk.tables)
         sequence.tables = chunk.tables
-        every = self._forward(
-            [sequence], prompt[None, chunk.start : chunk.stop], every=chunk.request_id in self._scores
-        )
+        ids = prompt[chunk.start : chunk.stop].copy()
+        every = self._forward([sequence], ids[None], every=chunk.request_id in self._scores)
+        sequence.digest.add(ids)
         if every is None:
             return None
         if chunk.request_id in self._scores:
@@ -160,6 +160,7 @@ class ReferenceEngine:
         return HandoffRecord(
             model=self.config.fingerprint,
             prompt_tokens=sequence.tokens,
+            prompt_digest=sequence.digest.value,
             first_token=sequence.first[0],
             first_logprob=sequence.first[1],
             sampling=sequence.sampling,

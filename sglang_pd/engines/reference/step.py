@@ -19,6 +19,7 @@ from sglang_pd.memory.layout import RankLayout
 from sglang_pd.memory.lease import Tables
 from sglang_pd.protocol.errors import LocalProtocolError
 from sglang_pd.protocol.idx import I64, Idx
+from sglang_pd.protocol.indices import PromptDigest
 from sglang_pd.protocol.space_maps import DivideGroups, Localize, RingAt, TokenAt
 from sglang_pd.protocol.spaces import LocalTok, Ring, Scaled, VirtualTok
 
@@ -27,7 +28,8 @@ from sglang_pd.protocol.spaces import LocalTok, Ring, Scaled, VirtualTok
 class Sequence:
     """What an engine keeps of a request between calls: facts that the handoff record carries, and where its state is.
 
-    tokens: positions whose state is in the pools. delta: added to the coordinates on the three axes.
+    tokens: positions whose state is in the pools. delta: added to the coordinates on the three axes. digest: of the
+    prompt's ids that were computed here.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Sequence:
     drawn: int = 0
     prompt: NDArray[np.int64] | None = None
     first: tuple[int, float] | None = None
+    digest: PromptDigest = field(default_factory=PromptDigest)
     _mapped: tuple[int, int] = (0, 0)
     _slots: Idx[VirtualTok] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -13,7 +13,16 @@ import torch
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from sglang_pd.engines.base import DecodeItem, HandoffRecord, ModelFacts, Output, PrefillChunk, Request, Sampling
+from sglang_pd.engines.base import (
+    DecodeItem,
+    HandoffRecord,
+    ModelFacts,
+    Output,
+    PrefillChunk,
+    Request,
+    Sampling,
+    own_ids,
+)
 from sglang_pd.engines.claims import require_distinct, require_same_lease
 from sglang_pd.engines.devices import require_device
 from sglang_pd.engines.sampling import choose, logprobs
@@ -28,6 +37,7 @@ from sglang_pd.memory.lease import Tables
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import ConfigError, PdError, RoomError
+from sglang_pd.protocol.indices import PromptDigest
 from sglang_pd.protocol.manifest import RankId, Topology
 
 MAX_SCALARS: Final = 16_384
@@ -46,7 +56,8 @@ _extra_decoder = msgspec.msgpack.Decoder(Extra)
 class Running:
     """What the engine keeps of a request between calls: facts of the handoff record, and where its state is.
 
-    scores: log-probabilities of the prompt's tokens so far, from the second on, where they are wanted.
+    scores: log-probabilities of the prompt's tokens so far, from the second on, where they are wanted. digest: of the
+    prompt's ids that were computed here.
     """
 
     request_id: str
@@ -58,6 +69,7 @@ class Running:
     first: tuple[int, float] | None = None
     extra: bytes = b""
     scores: list[float] | None = None
+    digest: PromptDigest = field(default_factory=PromptDigest)
 
     @property
     def span(self) -> Span:
@@ -125,9 +137,9 @@ class TransformersEngine:
 
     def start(self, request: Request, tables: Tables) -> None:
         """See `Engine`."""
-        ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
         where, most = f"request {request.request_id}", self._facts.max_tokens
-        if ids.ndim != 1 or not ids.size:
+        ids = own_ids(request.token_ids, where)
+        if not ids.size:
             raise RoomError("a request has at least one token", code="prompt_empty", where=where)
         if ids.size >= most:
             raise RoomError(
@@ -162,7 +174,9 @@ class TransformersEngine:
             )  # fmt: skip
         self._claim(running, chunk.tables)
         running.tables = chunk.tables
-        every = self._step([running], prompt[None, chunk.start : chunk.stop], every=running.scores is not None)[0]
+        ids = prompt[chunk.start : chunk.stop]
+        every = self._step([running], ids[None], every=running.scores is not None)[0]
+        running.digest.add(ids)
         if running.scores is not None:
             following = prompt[chunk.start + 1 : chunk.stop + 1].tolist()
             running.scores += [float(logprobs(row)[t]) for row, t in zip(every, following, strict=False)]
@@ -189,6 +203,7 @@ class TransformersEngine:
         return HandoffRecord(
             model=self._facts.fingerprint,
             prompt_tokens=running.tokens,
+            prompt_digest=running.digest.value,
             first_token=running.first[0],
             first_logprob=running.first[1],
             sampling=running.sampling,
@@ -302,7 +317,7 @@ class TransformersEngine:
             if cache is None:
                 started = group[0].tokens > 0
                 cache = mover.load([running.span for running in group]) if started else self.source.new_cache()
-            on_device = torch.from_numpy(ids).to(self.device)
+            on_device = torch.tensor(ids, device=self.device)  # a copy: the prompt's own ids are nobody's to write
             logits = forward(self.model, on_device, cache, [r.tokens for r in group], every=every)
             count = ids.shape[1]
             mover.store(cache, [Span(r.tables, r.tokens, r.tokens + count) for r in group])
