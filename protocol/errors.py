@@ -62,6 +62,7 @@ CODES: dict[str, CodeFacts] = {
     "room_aborted": CodeFacts("the room was aborted on request", 499, False),
     "prompt_too_long": CodeFacts("the request can never fit", 400, False),
     "prompt_empty": CodeFacts("the request has no tokens", 400, False),
+    "request_duplicate": CodeFacts("a request of that id is still queued or running here", 409, False),
     "pool_exhausted": CodeFacts("no memory is free for the request now", 503, True),
     "queue_full": CodeFacts("the queue is at its limit", 429, True),
     "draining": CodeFacts("the worker is stopping and takes no new rooms", 503, True),

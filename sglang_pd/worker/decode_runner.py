@@ -76,6 +76,8 @@ class DecodeRunner(Runner):
 
     def decline(self, job: Job, error: ErrorInfo) -> None:
         """See `Runner`."""
+        if self.holds_room(job.room):
+            return  # prefill would fail the room of a job that waits here
         with contextlib.suppress(RoomError):  # the endpoint is closing: prefill will miss it anyway
             self._decode_endpoint.decline(job.room, job.address, error)
 
@@ -110,6 +112,7 @@ class DecodeRunner(Runner):
         if entry.failed:
             del self._jobs[entry.handle]
             self._rooms.discard(entry.job.room)
+            self._let_go(entry.job)
             self.parts.allocator.fenced(entry.lease.generation)
             return
         entry.lease.disarm()
@@ -205,7 +208,9 @@ class DecodeRunner(Runner):
         """The request is over and its memory the engine's own: give it back."""
         self._jobs.pop(entry.handle, None)
         self._rooms.discard(entry.job.room)
-        self.forget(entry.job.request_id)
+        if entry.admitted:
+            self.forget(entry.job.request_id)
+        self._let_go(entry.job)
         entry.lease.release()
 
     def _begin(self, job: Job) -> None:

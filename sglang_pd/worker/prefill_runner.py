@@ -123,6 +123,7 @@ class PrefillRunner(Runner):
         if entry.ended:
             self._jobs.pop(entry.handle, None)
             self._rooms.discard(entry.job.room)
+            self._let_go(entry.job)
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
@@ -144,15 +145,18 @@ class PrefillRunner(Runner):
     def _begin(self, job: Job) -> None:
         tokens = len(job.token_ids)
         lease = self.parts.allocator.lease(tokens, window_stop=0)
+        started = False
         try:
             request = Request(job.request_id, job.token_ids, job.sampling, score=job.score)
             self.parts.engine.start(request, lease.tables())
+            started = True
             lists = lease.lists(Prompt(tokens), windows=False)
             handle = self._prefill_endpoint.request(
                 job.room, job.token_ids, lists, trace=Trace(job.request_id, job.traceparent)
             )
         except BaseException:
-            self.forget(job.request_id)
+            if started:  # else the engine knows that id, if at all, for another request
+                self.forget(job.request_id)
             lease.release()
             raise
         lease.pin()

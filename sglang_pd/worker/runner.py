@@ -63,6 +63,9 @@ class Runner(abc.ABC):
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.queued: deque[Waiting] = deque()
+        self._held: dict[str, Job] = {}
+        """Jobs from their `submit` to the return of their memory, by request id: one id is one request to an engine."""
+        self._held_lock = threading.Lock()
         self._rooms: set[int] = set()
         """Rooms of jobs that hold memory."""
         self.draining = False
@@ -114,7 +117,8 @@ class Runner(abc.ABC):
             )
 
     def submit(self, job: Job) -> None:
-        """Take a job. Raises `RoomError`: as `check`, `queue_full`, `draining`."""
+        """Take a job. Raises `RoomError`: as `check`, `queue_full`, `draining`, `request_duplicate`; a job that runs
+        under the same id, or in the same room, is not harmed by one that is refused."""
         self.check(job)
         if self.draining:
             raise RoomError("the worker is stopping and takes no new requests", code="draining")
@@ -123,7 +127,31 @@ class Runner(abc.ABC):
             raise RoomError(
                 "the queue is full", code="queue_full", expected=f"< {self.bounds.max_queue} waiting", actual=waiting
             )
+        with self._held_lock:
+            holder = self._held.get(job.request_id)
+            if holder is None:
+                self._held[job.request_id] = job
+        if holder is not None:
+            raise RoomError(
+                "a request of that id is queued or running here",
+                code="request_duplicate",
+                where=f"request {job.request_id}",
+                expected="an id that no other job holds",
+                actual=f"held in room {holder.room}",
+                hint="An id is free again when its request has ended and its memory is back.",
+            )
         self.call(lambda: self._enqueue(job))
+
+    def _let_go(self, job: Job) -> None:
+        """The job holds nothing any more: its id is free."""
+        with self._held_lock:
+            if self._held.get(job.request_id) is job:
+                del self._held[job.request_id]
+
+    def holds_room(self, room: int) -> bool:
+        """Whether a job that is queued or running is of that room. By any thread."""
+        with self._held_lock:
+            return any(held.room == room for held in self._held.values())
 
     def cancel(self, job: Job, error: ErrorInfo) -> None:
         """Nobody waits for the job any more. Harmless for one that has ended."""
@@ -243,10 +271,12 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def decline(self, job: Job, error: ErrorInfo) -> None:
-        """A job was refused, or gave up waiting: the other side of its room learns why, if it can be told."""
+        """A job was refused, or gave up waiting: the other side of its room learns why, if it can be told, and if no
+        other job here `holds_room`. By any thread."""
 
     def _fail(self, job: Job, error: ErrorInfo) -> None:
         """End a job that holds nothing by an error."""
+        self._let_go(job)
         self.decline(job, error)
         self.watch.ended(job, error)
         self.tell(job, Failed(error))
@@ -305,10 +335,12 @@ class Runner(abc.ABC):
         try:
             lease.advance(1)
             self.parts.engine.start(Request(name, np.zeros(1, dtype=np.int64)), lease.tables())
-            output = self.parts.engine.prefill(PrefillChunk(name, 0, 1, lease.tables()))
+            try:
+                output = self.parts.engine.prefill(PrefillChunk(name, 0, 1, lease.tables()))
+            finally:
+                self.forget(name)
             return output.token if output is not None else -1
         finally:
-            self.forget(name)
             lease.release()
 
     def forget(self, request_id: str) -> None:

@@ -246,6 +246,19 @@ def test_a_record_names_the_ids_that_were_computed() -> None:
         assert host.engine.handoff(change).prompt_digest == prompt_digest(read)
 
 
+def test_a_request_that_runs_is_not_replaced_by_one_of_its_name() -> None:
+    host = Host(SPARSE, PREFILL)
+    run = host.prefill("a", prompt_ids(9))
+    facts = host.engine.handoff("a")
+    with pytest.raises(RoomError, match="known already"):
+        host.engine.admit("a", facts, host.allocator.lease(9).tables())
+    host.decode([run], 3)
+    alone = Host(SPARSE, PREFILL)
+    want = alone.prefill("a", prompt_ids(9))
+    alone.decode([want], 3)
+    assert run.tokens == want.tokens
+
+
 def test_a_slot_armed_for_receive_is_not_reset_by_a_new_request() -> None:
     host = Host(SPARSE, PREFILL)
     tables = host.allocator.lease(8, window_stop=0).tables()

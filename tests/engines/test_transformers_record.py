@@ -126,6 +126,16 @@ def test_a_record_of_another_length_is_refused_where_a_cache_counts_tokens() -> 
     assert "cumulative_length" in refused("GptOssForCausalLM", prompt_tokens=12)
 
 
+def test_a_request_that_runs_is_not_replaced_by_one_of_its_name() -> None:
+    destination, arrived, record = handed(QWEN4)
+    destination.engine.admit("r", record, arrived.lease.tables())
+    cache = destination.engine._caches["r",]
+    with pytest.raises(RoomError, match="known already"):
+        destination.engine.admit("r", record, destination.allocator.lease(13).tables())
+    assert destination.engine._caches["r",] is cache
+    destination.decode([arrived], 3)
+
+
 def test_a_record_names_the_ids_that_were_computed() -> None:
     """Whoever lent the array may overwrite it; and a prompt that changes under the engine is told as it was read."""
     one, ids, other = engine(QWEN4), prompt(13), prompt(13, 3)

@@ -23,7 +23,7 @@ from sglang_pd.worker.parts import Memory, assemble
 from sglang_pd.worker.prefill_runner import PrefillRunner
 from sglang_pd.worker.settings import ControlConfig
 
-WAIT_S = 40.0
+WAIT_S = 20.0
 
 
 def whole(ids: NDArray[np.int64], steps: int, sampling: Sampling | None = None) -> list[int]:
@@ -51,6 +51,13 @@ class Owner:
     def tokens(self) -> list[int]:
         """So far."""
         return [update.token for update in self.told if isinstance(update, Token)]
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Wait for something that an update makes true."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < deadline_s, self.told
+            time.sleep(0.0005)
 
     def end(self) -> ErrorInfo | str:
         """How the job ended, once it has: the error, or the reason."""
@@ -101,8 +108,24 @@ class RunnerPair:
         runner.call(lambda: (call(), done.set())[1])
         assert done.wait(WAIT_S)
 
+    def closed(self, runner: PrefillRunner | DecodeRunner) -> threading.Event:
+        """A gate, at which an engine's thread stands until it is set."""
+        gate = threading.Event()
+        runner.call(lambda: (gate.wait(WAIT_S), None)[1])
+        return gate
+
+    def settled(self, room: int) -> None:
+        """Prefill has computed a room's prompt, and what decode's control was asked before has been done."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not any(e.job.room == room and e.stopped for e in list(self.prefill._jobs.values())):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+        done = threading.Event()
+        self.decode_at._loop.submit(done.set)
+        assert done.wait(WAIT_S)
+
     def idle(self) -> None:
-        """Wait until nothing is held any more; all memory is accounted for."""
+        """Wait until nothing is held any more; all memory is accounted for, and no id is."""
         deadline_s = time.monotonic() + WAIT_S
         for runner in (self.prefill, self.decode):
             allocator = runner.parts.allocator
@@ -110,6 +133,7 @@ class RunnerPair:
                 assert time.monotonic() < deadline_s, (runner, allocator.counts())
                 time.sleep(0.002)
             self.on_engine(runner, allocator.check_integrity)
+            assert not runner._held
             assert not runner.parts.engine._sequences  # type: ignore[attr-defined]
 
     def close(self) -> None:

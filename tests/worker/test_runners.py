@@ -8,7 +8,8 @@ import pytest
 from support.reference_run import prompt_ids
 from support.runner_pair import RunnerPair, whole
 
-from sglang_pd.engines.base import HandoffRecord
+from sglang_pd.engines.base import HandoffRecord, Request
+from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.indices import prompt_digest
 from sglang_pd.worker.jobs import Job
@@ -72,3 +73,102 @@ def test_ids_that_their_owner_overwrites_are_not_the_jobs(pair: RunnerPair) -> N
 def test_what_is_no_flat_list_of_ids_makes_no_job(bad: object) -> None:
     with pytest.raises(RoomError, match="flat array of integers"):
         Job(room=1, request_id="x", token_ids=bad, sink=print)  # type: ignore[arg-type]
+
+
+# --- one request id, one request ---
+
+
+def test_an_id_that_is_held_is_refused_and_its_holder_unharmed(pair: RunnerPair) -> None:
+    """Decode replaced the one that ran and went on with tokens of neither; prefill let the engine forget it."""
+    ids, other = prompt_ids(19, 3), prompt_ids(30, 4)
+    gates = [pair.closed(runner) for runner in (pair.prefill, pair.decode)]
+    _, owner = pair.hand_over(120, "same", ids, max_new_tokens=40)
+    for runner, gate in zip((pair.prefill, pair.decode), gates, strict=True):
+        for job in (pair.job(121, "same", other)[0], runner._held["same"]):  # another job, and the very same again
+            with pytest.raises(RoomError) as queued:
+                runner.submit(job)
+            assert queued.value.code == "request_duplicate" and "room 120" in str(queued.value)
+        gate.set()
+    owner.until(lambda: len(owner.tokens) > 3)
+    with pytest.raises(RoomError, match="request_duplicate"):
+        pair.decode.submit(pair.job(121, "same", other)[0])
+    assert owner.end() == "length" and owner.tokens == whole(ids, 39)
+    pair.idle()
+    _, owner = pair.hand_over(122, "same", other)
+    assert owner.end() == "length" and owner.tokens == whole(other, 5), "the id is free again"
+
+
+def test_an_id_is_free_after_every_kind_of_end(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ErrorInfo(code="room_aborted", message="on purpose")
+    for runner in (pair.prefill, pair.decode):
+        gate = pair.closed(runner)
+        job, owner = pair.job(130, "again", prompt_ids(9))
+        runner.submit(job)
+        runner.cancel(job, gone)
+        gate.set()
+        assert code_of(owner.end()) == "room_aborted", "while it was queued"
+        job, owner = pair.job(131, "again", prompt_ids(9))
+        runner.submit(job)
+        pair.on_engine(runner, lambda: None)
+        runner.cancel(job, gone)
+        assert code_of(owner.end()) == "room_aborted", "while it held memory"
+        pair.idle()
+        monkeypatch.setattr(runner, "_begin", lambda job: 1 // 0)
+        job, owner = pair.job(132, "again", prompt_ids(9))
+        runner.submit(job)
+        assert code_of(owner.end()) == "internal", "when it began"
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_an_engine_refuses_is_not_forgotten_by_it(pair: RunnerPair, side: str) -> None:
+    """The engine knows the id for a request that is not the runner's; refusing the job must not end that one."""
+    runner = getattr(pair, side)
+    engine, held = runner.parts.engine, list[Lease]()
+
+    def take() -> None:
+        held.append(runner.parts.allocator.lease(9, window_stop=0))
+        engine.start(Request("taken", prompt_ids(9)), held[0].tables())
+
+    pair.on_engine(runner, take)
+    owners = pair.hand_over(140 if side == "prefill" else 141, "taken", prompt_ids(19))
+    error = owners[side == "decode"].end()
+    assert isinstance(error, ErrorInfo) and error.code == "request_rejected" and "known already" in error.message
+    assert "taken" in engine._sequences
+    pair.on_engine(runner, lambda: (engine.release("taken"), held[0].release()))
+    if side == "prefill":
+        pair.decode.cancel_all(ErrorInfo(code="room_aborted", message="nobody will come"))
+
+
+def test_a_probe_that_the_engine_refuses_ends_nobody_else(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, failed = pair.prefill.parts.engine, list[str]()
+    monkeypatch.setattr("sglang_pd.worker.runner.time.monotonic_ns", lambda: 5)
+
+    def collide() -> None:
+        lease = pair.prefill.parts.allocator.lease(9, window_stop=0)
+        engine.start(Request("probe-5", prompt_ids(9)), lease.tables())
+        try:
+            pair.prefill.probe()
+        except RoomError as error:
+            failed.append(error.code)
+        failed.extend(engine._sequences)  # type: ignore[attr-defined]
+        engine.release("probe-5")
+        lease.release()
+        assert pair.prefill.probe() >= 0
+
+    pair.on_engine(pair.prefill, collide)
+    assert failed == ["request_rejected", "probe-5"]
+
+
+def test_a_job_that_is_refused_does_not_fail_the_room_of_one_that_waits(pair: RunnerPair) -> None:
+    """Decode told prefill of the refusal, and prefill failed the room, which the other job had not opened yet."""
+    ids = prompt_ids(19, 3)
+    gate = pair.closed(pair.decode)
+    waiting, owner = pair.job(150, "waits", ids)
+    pair.decode.submit(waiting)
+    refused, _ = pair.job(150, "refused", ids)
+    pair.decode.decline(refused, ErrorInfo(code="prompt_too_long", message="on purpose"))
+    pair.prefill.submit(pair.job(150, "waits", ids)[0])
+    pair.settled(150)
+    gate.set()
+    assert owner.end() == "length" and owner.tokens == whole(ids, 5)

@@ -170,6 +170,8 @@ class ReferenceEngine:
 
     def admit(self, request_id: str, record: HandoffRecord, tables: Tables) -> None:
         """See `Engine`."""
+        if request_id in self._sequences:
+            raise RoomError("that request is known already", code="request_rejected", where=request_id)
         if record.model != self.config.fingerprint or len(record.position_delta) != 3:
             raise RoomError(
                 "the record belongs to another model", code="request_rejected", where=request_id,

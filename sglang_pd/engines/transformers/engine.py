@@ -213,6 +213,8 @@ class TransformersEngine:
 
     def admit(self, request_id: str, record: HandoffRecord, tables: Tables) -> None:
         """See `Engine`. The cache is built here, from the pools and the record alone."""
+        if request_id in self._running:
+            raise RoomError("that request is known already", code="request_rejected", where=request_id)
         if record.model != self._facts.fingerprint:
             raise RoomError(
                 "the record belongs to another model", code="request_rejected", where=request_id,
