@@ -58,6 +58,7 @@ CODES: dict[str, CodeFacts] = {
     "room_expired": CodeFacts("the room's deadline passed while its peer was alive", 504, True),
     "lease_expired": CodeFacts("a computed room was not claimed within its lease", 504, True),
     "prompt_mismatch": CodeFacts("prefill and decode hold different prompts under one room", 409, False),
+    "request_mismatch": CodeFacts("prefill and decode were asked for different answers under one room", 409, False),
     "illegal_transition": CodeFacts("the event is not legal in the room's state", 500, False),
     "room_aborted": CodeFacts("the room was aborted on request", 499, False),
     "prompt_too_long": CodeFacts("the request can never fit", 400, False),

@@ -54,6 +54,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
+    def chooses_as(self, other: Sampling, *, any_seed: bool = False) -> bool:
+        """Whether the same logits give the same tokens by both; any_seed: but for the seed."""
+        if self.temperature == 0 or other.temperature == 0:
+            return self.temperature == other.temperature
+        seed = other.seed if any_seed else self.seed
+        return msgspec.structs.replace(self, seed=seed) == other
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -83,6 +83,7 @@ class Sequence:
             token_ids=prompt,
             sink=self._sink,
             sampling=sampling_of(ask.params, ask.answer),
+            any_seed=ask.params.sampling_seed is None,
             address=ask.place.address,
             max_new_tokens=_new_tokens(ask, self._service) if role is Role.DECODE else 1,
             stop_tokens=frozenset(ask.params.stop_token_ids or ()),

@@ -143,12 +143,11 @@ class DecodeRunner(Runner):
                 actual="{} tokens, digest {:016x}, of {}".format(*actual),
                 hint="The state that came with it is of another request: look at prefill's engine.",
             )
-        if any(token >= self.parts.facts.vocab_size for token, _ in record.first_top):
-            raise RoomError("the record is not possible", code="request_rejected", where=entry.job.request_id)
+        top = _check_answer(entry.job, record, self.parts.facts.vocab_size)
         self.parts.engine.admit(entry.job.request_id, record, entry.lease.tables())
         entry.admitted = True
         self.watch.ended(entry.job, None)
-        self._produce(entry, Token(record.first_token, record.first_logprob, tokens, top=record.first_top))
+        self._produce(entry, Token(record.first_token, record.first_logprob, tokens, top=top))
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
@@ -233,3 +232,21 @@ class DecodeRunner(Runner):
             raise
         queue_s = time.monotonic() - self.queued[0].since_s
         self._jobs[handle] = _Running(job, lease, handle, time.monotonic(), stages_s={"queue": queue_s})
+
+
+def _check_answer(job: Job, record: HandoffRecord, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens in the first one's place, as many as the job wants. Raises `RoomError` for a record that
+    cannot be, and (`request_mismatch`) where prefill chose by other rules than decode would go on by."""
+    if record.sampled != 1 or any(token >= vocab_size for token, _ in record.first_top):
+        raise RoomError("the record is not possible", code="request_rejected", where=job.request_id)
+    wanted = min(job.top, vocab_size)
+    if not record.sampling.chooses_as(job.sampling, any_seed=job.any_seed) or len(record.first_top) < wanted:
+        raise RoomError(
+            "prefill and decode were asked for different answers",
+            code="request_mismatch",
+            where=job.request_id,
+            expected=f"{job.sampling}{', any seed' if job.any_seed else ''}, top {wanted} at least",
+            actual=f"{record.sampling}, top {len(record.first_top)}",
+            hint="Both legs of a room get the same request.",
+        )
+    return record.first_top[:wanted]  # the likeliest come first

@@ -64,7 +64,9 @@ class Job:
 
     request_id names it in the engine: one that no other job of this process has. max_new_tokens counts the first token,
     which prefill chose. ignore_eos: go on past the end token. score: tell the prompt's own log-probabilities.
-    top: how many of the likeliest tokens are told beside each chosen one; both sides must be told alike.
+    top: how many of the likeliest tokens are told beside each chosen one. What both sides are told must agree: the same
+    sampling, and at prefill at least decode's top. any_seed: at decode, `sampling.seed` is nobody's wish, and the
+    record's counts.
     """
 
     room: int
@@ -80,6 +82,7 @@ class Job:
     score: bool = False
     top: int = 0
     traceparent: str = ""
+    any_seed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", own_ids(self.token_ids, f"request {self.request_id}"))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from support.reference_run import prompt_ids
-from support.runner_pair import RunnerPair, whole
+from support.runner_pair import Owner, RunnerPair, whole
 
-from sglang_pd.engines.base import HandoffRecord, Request
+from sglang_pd.engines.base import HandoffRecord, Request, Sampling
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.indices import prompt_digest
-from sglang_pd.worker.jobs import Job
+from sglang_pd.worker.jobs import Job, Token
+
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +177,64 @@ def test_a_job_that_is_refused_does_not_fail_the_room_of_one_that_waits(pair: Ru
     pair.settled(150)
     gate.set()
     assert owner.end() == "length" and owner.tokens == whole(ids, 5)
+
+
+# --- what both sides were asked ---
+
+
+WARM = Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=21)
+
+
+def asked(pair: RunnerPair, room: int, prefill: dict[str, Any], decode: dict[str, Any]) -> Owner:
+    """Both legs of a room, each with its own wishes; decode's owner."""
+    for runner, how in ((pair.prefill, prefill), (pair.decode, decode)):
+        job, owner = pair.job(room, "r", prompt_ids(19), **how)
+        runner.submit(job)
+    return owner
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (Sampling(), WARM),
+        (WARM, Sampling()),
+        *((WARM, msgspec.structs.replace(WARM, **{name: value})) for name, value in
+          {"temperature": 0.5, "top_p": 0.8, "top_k": 41, "seed": 22}.items()),
+    ],
+)  # fmt: skip
+def test_legs_that_would_choose_otherwise_are_refused(pair: RunnerPair, prefill: Sampling, decode: Sampling) -> None:
+    room = 200 + next(NUMBERS)
+    error = asked(pair, room, {"sampling": prefill}, {"sampling": decode}).end()
+    assert isinstance(error, ErrorInfo) and error.code == "request_mismatch"
+    assert str(decode) in error.expected and str(prefill) in error.actual
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"sampling": WARM}, {"sampling": WARM}),
+        ({"sampling": WARM}, {"sampling": msgspec.structs.replace(WARM, seed=9), "any_seed": True}),
+        ({"sampling": Sampling(seed=3, top_k=4)}, {}),
+    ],
+    ids=["equal", "any seed", "greedy whatever the seed"],
+)
+def test_legs_that_choose_alike_go_on_where_prefill_stopped(
+    pair: RunnerPair, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    owner = asked(pair, 200 + next(NUMBERS), prefill, decode)
+    assert owner.end() == "length" and owner.tokens == whole(prompt_ids(19), 5, prefill["sampling"])
+
+
+def test_the_first_token_comes_with_as_many_likeliest_as_were_asked_for(pair: RunnerPair) -> None:
+    owner = asked(pair, 200 + next(NUMBERS), {"top": 5}, {"top": 3})
+    assert owner.end() == "length"
+    assert [len(update.top) for update in owner.told if isinstance(update, Token)] == [3] * 6
+    assert code_of(asked(pair, 200 + next(NUMBERS), {"top": 2}, {"top": 3}).end()) == "request_mismatch"
+
+
+def test_a_record_of_later_draws_is_refused(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded sampler would go on with other numbers."""
+    engine = pair.prefill.parts.engine
+    real = engine.handoff
+    monkeypatch.setattr(engine, "handoff", lambda name: msgspec.structs.replace(real(name), sampled=2))
+    assert code_of(asked(pair, 200 + next(NUMBERS), {}, {}).end()) == "request_rejected"
