@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from weakref import WeakKeyDictionary
 
 from sglang_pd.backends.base import Backend, Segment
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import RankLayout
 from sglang_pd.protocol.errors import BackendError
+
+_holders: WeakKeyDictionary[Backend, set[object]] = WeakKeyDictionary()
+
+
+def hold(backend: Backend, holder: object) -> None:
+    """Memory over that backend may be read or written by a peer until `let_go`: a room is open, or not fenced yet.
+
+    holder: any hashable value that names it, and that nobody else uses. By any thread.
+    """
+    _holders.setdefault(backend, set()).add(holder)
+
+
+def let_go(backend: Backend, holder: object) -> None:
+    """That holder is through. Nothing happens for one that held nothing."""
+    _holders.get(backend, set()).discard(holder)
 
 
 class ScopeState(Enum):
@@ -38,7 +54,6 @@ class Scope:
         self._epochs = {backend.epoch}
         self._segments: list[Segment] = []
         self._names: list[str] = []
-        self._holds = 0
         self.state = ScopeState.OPEN
 
     @property
@@ -135,29 +150,17 @@ class Scope:
                     actual=f"{have.nbytes} bytes on {have.device}" if have else f"{len(self._segments)} segments",
                 )  # fmt: skip
 
-    def hold(self) -> None:
-        """A room is open, or memory waits for a fence: the scope must stay."""
-        if self.state is not ScopeState.REGISTERED:
-            raise LeaseError("a scope without registered memory serves no room", where="scope", actual=self.state.value)
-        self._holds += 1
-
-    def unhold(self) -> None:
-        """That room is fenced."""
-        if self._holds < 1:
-            raise LeaseError("a scope was let go more often than held", where="scope")
-        self._holds -= 1
-
     @property
     def holds(self) -> int:
-        """Rooms and quarantined leases that hold the scope."""
-        return self._holds
+        """Rooms over this memory that are open or not fenced, and ranks that serve a control elsewhere."""
+        return len(_holders.get(self.backend, ()))
 
     def suspend(self) -> None:
         """Give all memory back. Views on it are void. Raises `LeaseError` while anything holds the scope."""
-        if self._holds:
+        if self.holds:
             raise LeaseError(
                 "the scope cannot be suspended", where="scope", expected="no room and nothing in quarantine",
-                actual=f"{self._holds} holds", hint="Drain first: a peer may still write here.",
+                actual=f"{self.holds} holds", hint="Drain first: a peer may still write here.",
             )  # fmt: skip
         self.backend.close()
         self._backend = None

@@ -21,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
+from sglang_pd.memory.scope import hold, let_go
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
@@ -155,11 +156,13 @@ class Endpoint:
         if self._active.setdefault(facts.room, facts.handle) != facts.handle:
             raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
         self._open.add(facts.handle)
+        hold(self.agent.backend, facts.handle)
         try:
             self._loop.submit(call)
         except RoomError:
             del self._active[facts.room]
             self._open.discard(facts.handle)
+            let_go(self.agent.backend, facts.handle)
             raise
         return facts.handle
 
@@ -167,6 +170,7 @@ class Endpoint:
         self._past[handle] = None
         del self._active[room]
         self._open.discard(handle)
+        let_go(self.agent.backend, handle)
         if len(self._past) > MAX_PAST:
             del self._past[next(iter(self._past))]
 
@@ -415,6 +419,7 @@ class RankEndpoint:
         self._remote.agent = self.agent
         self._loop = WorkerLoop(self._remote.link, self._remote, self.agent, name=f"pd-rank-{setup.rank}")
         self._loop.submit(self.agent.join)
+        hold(setup.backend, self)  # which rooms are open only its control knows
         self._loop.start()
 
     def send(
@@ -431,6 +436,7 @@ class RankEndpoint:
         """Stop the control thread and the sockets."""
         self._loop.stop()
         self._remote.link.close()
+        let_go(self.agent.backend, self)
 
 
 def handle_of(request_id: str) -> int:

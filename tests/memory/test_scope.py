@@ -11,7 +11,7 @@ from sglang_pd.backends.base import Segment
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import layout_rank
-from sglang_pd.memory.scope import Scope
+from sglang_pd.memory.scope import Scope, hold, let_go
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId, Topology
 
@@ -89,17 +89,16 @@ def test_nothing_is_added_once_registered() -> None:
 def test_suspend_waits_for_rooms_and_resume_wants_a_new_epoch() -> None:
     first = StubBackend(epoch=1)
     scope = Scope(first)
-    with pytest.raises(LeaseError):
-        scope.hold()  # nothing is registered yet
     scope.allocate(64)
     scope.register()
-    scope.hold()
-    scope.hold()
-    scope.unhold()
+    for holder in (7, 8, 8):
+        hold(first, holder)
+    let_go(first, 7)
+    let_go(first, 9)
     with pytest.raises(LeaseError, match="1 holds"):
         scope.suspend()
     assert not first.closed
-    scope.unhold()
+    let_go(first, 8)
     scope.suspend()
     assert first.closed
     assert not scope.segments
@@ -111,7 +110,5 @@ def test_suspend_waits_for_rooms_and_resume_wants_a_new_epoch() -> None:
     assert scope.epoch == 2
     scope.allocate(64)
     scope.register()
-    with pytest.raises(LeaseError):
-        scope.unhold()
     with pytest.raises(LeaseError, match="only a suspended"):
         scope.resume(StubBackend(epoch=3))

@@ -28,7 +28,8 @@ class Side:
     def __init__(self, kind: type[Any], name: str) -> None:
         layout = layout_rank(StateSpec((KV,), layers=2), Capacity(32 * PAGE, PAGE), Topology(), RankId(0, 0))
         self.backend = create_backend("local", epoch=new_epoch())
-        segments = Scope(self.backend).allocate_layout(layout)
+        self.scope = Scope(self.backend)
+        segments = self.scope.allocate_layout(layout)
         self.pools = RankPools(layout, segments)
         self.setup = RankSetup(backend=self.backend, components=layout.components, segments=segments)
         self.space = layout.roots.tokens.list_space

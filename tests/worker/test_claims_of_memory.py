@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.local_pair import IDS, LocalPair
 
+from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.spaces import Page, VirtualTok
 from sglang_pd.worker.claims import Claims
 
@@ -43,6 +44,17 @@ def test_a_duplicate_takes_nothing_and_gives_nothing_back(pair: LocalPair) -> No
     pair.decode.at.open(2, pair.address, IDS, pair.decode.lists(10))
     pair.decode.at.open(3, pair.address, IDS, pair.decode.lists(1))
     assert pair.decode.released(3) == ["failed:index_invalid", "releasable"]
+
+
+def test_memory_is_not_given_back_under_a_room(pair: LocalPair) -> None:
+    pair.start(1)
+    for side in (pair.prefill, pair.decode):
+        with pytest.raises(LeaseError, match="1 holds"):
+            side.scope.suspend()
+    pair.complete(1)
+    for side in (pair.prefill, pair.decode):
+        side.at.close()
+        side.scope.suspend()
 
 
 def test_claims_against_a_model() -> None:
