@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from sglang_pd.backends.base import Backend
 from sglang_pd.protocol.bind import RoomIndices, live_elements
@@ -14,6 +17,11 @@ from sglang_pd.protocol.messages import Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.verify import RowDigest, layer_digests
 from sglang_pd.worker.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
+
+log = logging.getLogger("sglang_pd.worker")
+
+MAX_PROVEN: Final = 65_536
+"""Source instances remembered as proven; of one that is forgotten nothing is said."""
 
 
 @dataclass(slots=True)
@@ -36,21 +44,30 @@ class DestinationSide:
         self._report = report
         self._digest = digest
         self._writers: dict[int, _Writers] = {}
+        self._proven: OrderedDict[int, None] = OrderedDict()
         self._rooms: dict[tuple[int, int], tuple[Begin, RoomIndices]] = {}
 
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
         """Remember which ranks of an accepted source instance write here; they connect to this rank."""
         writers = {src.epoch for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves}
-        for epoch in writers:
-            self._backend.admit(epoch)
         self._writers[peer_epoch] = _Writers(pairing, open_epochs=writers)
+        for epoch in sorted(writers):
+            self._backend.admit(epoch)
         self._report(Paired(peer_epoch=peer_epoch))
 
     def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:
         """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise."""
         writers = self._writers.get(peer_epoch)
-        if writers is not None and (fenced or not writers.seeking):
+        if writers is not None and fenced:
+            self._prove(peer_epoch)
+        elif writers is not None and not writers.seeking:
             del self._writers[peer_epoch]
+
+    def _prove(self, peer_epoch: int) -> None:
+        del self._writers[peer_epoch]
+        self._proven[peer_epoch] = None
+        if len(self._proven) > MAX_PROVEN:
+            self._proven.popitem(last=False)
 
     def leave_all(self) -> None:
         """Forget every room, and seek the proof against everyone who wrote here."""
@@ -67,12 +84,16 @@ class DestinationSide:
         self._rooms.pop((order.room, order.generation), None)
 
     def seek(self, peer_epoch: int) -> None:
-        """Start seeking the proof; `step` reports it. A source instance that never wrote here is proven at once."""
+        """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank was
+        never told of (an order was lost) nothing is known: its writers may have connected all the same.
+        """
         writers = self._writers.get(peer_epoch)
-        if writers is None:
+        if writers is not None:
+            writers.seeking = True
+        elif peer_epoch in self._proven:
             self._report(Revoked(peer_epoch=peer_epoch))
         else:
-            writers.seeking = True
+            log.error("a proof is sought against a peer (%016x) that this rank was never told of", peer_epoch)
 
     @property
     def seeking(self) -> bool:
@@ -94,7 +115,7 @@ class DestinationSide:
                 except Exception as error:
                     raised = raised or error
             if writers.seeking and not writers.open_epochs:
-                del self._writers[peer_epoch]
+                self._prove(peer_epoch)
                 self._report(Revoked(peer_epoch=peer_epoch))
         if raised is not None:
             raise raised

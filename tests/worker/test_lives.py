@@ -161,7 +161,8 @@ def test_drain_finishes_what_runs_refuses_what_comes_and_fences_the_rest() -> No
     with prefill, decode:
         quick = [start_room(prefill, decode, room, 40, chunks=[10, 20], pause_s=0.2) for room in range(1, 11)]
         slow = [start_room(prefill, decode, room, 40, chunks=[10, 20], pause_s=30) for room in range(11, 21)]
-        wait_until(lambda: decode.ask("stats")["stats"]["rooms"] == 20)
+        over = lambda: sum("done" in decode.events(d) for _, d in quick)  # noqa: E731 - on a slow machine some are
+        wait_until(lambda: decode.ask("stats")["stats"]["rooms"] + over() >= 20)
         prefill.ask("drain", deadline_s=2.0)
         p = prefill.ask("serve", room=30, tokens=10, seed=30)["handle"]
         assert prefill.end_of(p)["code"] == "draining"

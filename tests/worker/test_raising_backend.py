@@ -37,6 +37,34 @@ def test_progress_that_raises_holds_up_no_transfer(pair: LocalPair, monkeypatch:
     assert pair.prefill.at.stats()["loop_faults"] > 0, "it is counted"
 
 
+def test_nothing_is_proven_against_a_peer_that_the_rank_was_never_told_of() -> None:
+    """The order to meet it was lost; its writers hold this rank's address from the manifest all the same."""
+    said: list[Any] = []
+    backend: Any = SimpleNamespace(revoke=lambda epoch: True)
+    side = DestinationSide(RankId(0, 0), backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
+    side.seek(1)
+    side.step()
+    assert not said
+    side._writers[1] = _Writers(SimpleNamespace(), False, {11})  # type: ignore[arg-type]
+    side.seek(1)
+    side.step()
+    side.seek(1)
+    assert [report.peer_epoch for report in said] == [1, 1], "proven, and told again"
+
+
+def test_a_writers_own_word_ends_the_search() -> None:
+    asked: list[int] = []
+    backend: Any = SimpleNamespace(revoke=lambda epoch: asked.append(epoch))
+    side = DestinationSide(RankId(0, 0), backend, [].append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
+    side._writers[1] = _Writers(SimpleNamespace(), True, {11})  # type: ignore[arg-type]
+    side.unpair(1)
+    side.step()
+    assert asked == [11] and side.seeking, "losing the peer is no proof"
+    side.unpair(1, fenced=True)
+    side.step()
+    assert asked == [11] and not side.seeking
+
+
 def test_a_revocation_that_raises_holds_up_no_other_peer() -> None:
     said: list[Any] = []
     asked: list[int] = []
