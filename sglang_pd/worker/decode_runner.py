@@ -7,7 +7,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from sglang_pd.engines.base import DecodeItem, HandoffRecord
+from sglang_pd.engines.base import DecodeItem, HandoffRecord, Output
 from sglang_pd.engines.sampling import likeliest
 from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
@@ -159,8 +159,8 @@ class DecodeRunner(Runner):
         for entry in batch:
             try:
                 entry.lease.advance(entry.position + 1)
-            except PdError as error:
-                self._give_up(entry, error.info())
+            except Exception as error:  # costs this request, not the batch
+                self._give_up(entry, defect(error))
                 continue
             items.append(DecodeItem(entry.job.request_id, entry.next_token, entry.lease.tables()))
             ready.append(entry)
@@ -171,17 +171,28 @@ class DecodeRunner(Runner):
     def _decode(self, ready: list[_Running], items: list[DecodeItem]) -> None:
         try:
             outputs = self.parts.engine.decode(items) or []
+            _check_outputs(items, outputs)
         except Exception as error:
             # Nobody knows which of the batch's states moved on, so none of them can be trusted.
             log.exception("a decode step of %d requests failed", len(ready))
             for entry in ready:
                 self._give_up(entry, defect(error))
             return
+        broken: list[tuple[_Running, Exception]] = []
         for entry, output in zip(ready, outputs, strict=True):
-            entry.lease.settle(entry.position + 1)
-            logits = output.logits if entry.job.keep_logits else None
-            top = likeliest(output.logits, entry.job.top)
-            self._produce(entry, Token(output.token, output.logprob, entry.position + 1, logits, top))
+            try:
+                self._take(entry, output)
+            except Exception as error:  # the engine has moved all of them on: each one behind must take its token
+                log.exception("a token of request %s could not be taken", entry.job.request_id)
+                broken.append((entry, error))
+        for entry, cause in broken:
+            self._give_up(entry, defect(cause))
+
+    def _take(self, entry: _Running, output: Output) -> None:
+        entry.lease.settle(entry.position + 1)
+        logits = output.logits if entry.job.keep_logits else None
+        top = likeliest(output.logits, entry.job.top)
+        self._produce(entry, Token(output.token, output.logprob, entry.position + 1, logits, top))
 
     def _produce(self, entry: _Running, token: Token) -> None:
         """A token was chosen: tell, and end the request where it ends."""
@@ -215,9 +226,9 @@ class DecodeRunner(Runner):
     def _begin(self, job: Job) -> None:
         tokens = len(job.token_ids)
         lease = self.parts.allocator.lease(self.tokens_needed(job), window_stop=tokens)
-        lease.arm()
-        self.parts.pools.arm(lease.tables())
         try:
+            lease.arm()
+            self.parts.pools.arm(lease.tables())
             handle = self._decode_endpoint.open(
                 job.room,
                 job.address,
@@ -227,11 +238,22 @@ class DecodeRunner(Runner):
             )
         except BaseException:
             self.parts.pools.disarm(lease.generation)
-            lease.disarm()
+            if lease.is_armed:
+                lease.disarm()
             lease.release()
             raise
         queue_s = time.monotonic() - self.queued[0].since_s
         self._jobs[handle] = _Running(job, lease, handle, time.monotonic(), stages_s={"queue": queue_s})
+
+
+def _check_outputs(items: list[DecodeItem], outputs: list[Output]) -> None:
+    """One token for each request, in order; else one request's would be told as another's. Raises `RoomError`."""
+    wanted, got = [item.request_id for item in items], [output.request_id for output in outputs]
+    if wanted != got:
+        raise RoomError(
+            "the engine's tokens are not those of its batch", code="internal", where="engine.decode", expected=wanted,
+            actual=got,
+        )  # fmt: skip
 
 
 def _check_answer(job: Job, record: HandoffRecord, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -162,7 +162,10 @@ class Runner(abc.ABC):
 
         def every() -> None:
             for job in [*(waiting.job for waiting in self.queued), *self.jobs()]:
-                self._cancel(job, error)
+                try:
+                    self._cancel(job, error)
+                except Exception:  # the others are to end as well
+                    log.exception("a defect when request %s was given up", job.request_id)
 
         self.call(every)
 

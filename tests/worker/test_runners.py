@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -238,3 +239,64 @@ def test_a_record_of_later_draws_is_refused(pair: RunnerPair, monkeypatch: pytes
     real = engine.handoff
     monkeypatch.setattr(engine, "handoff", lambda name: msgspec.structs.replace(real(name), sampled=2))
     assert code_of(asked(pair, 200 + next(NUMBERS), {}, {}).end()) == "request_rejected"
+
+
+# --- what befalls one of a batch ---
+
+
+@pytest.mark.parametrize("what", ["advance", "settle"])
+def test_memory_that_fails_one_request_leaves_the_batch_exact(
+    pair: RunnerPair, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Those behind it were moved on by the engine, but computed their last token again at the next position."""
+    gate = pair.closed(pair.decode)
+    owners = [pair.hand_over(300 + 10 * len(what) + n, f"b{n}", prompt_ids(9 + n, n), max_new_tokens=40)[1]
+              for n in range(3)]  # fmt: skip
+    calls = itertools.count()
+    real = getattr(Lease, what)
+
+    def once(lease: Lease, stop: int) -> None:
+        if lease.state.value == "held" and any(e.lease is lease and e.job.request_id == "b1" and e.produced == 5
+                                               for e in pair.decode._jobs.values()) and not next(calls):  # fmt: skip
+            raise ZeroDivisionError("on purpose")
+        real(lease, stop)
+
+    monkeypatch.setattr(Lease, what, once)
+    gate.set()
+    assert code_of(owners[1].end()) == "internal"
+    for n in (0, 2):
+        assert owners[n].end() == "length" and owners[n].tokens == whole(prompt_ids(9 + n, n), 39)
+
+
+@pytest.mark.parametrize("change", [lambda out: [replace(out[0], request_id="other")], lambda out: []])
+def test_tokens_of_another_batch_are_nobodys(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    engine = pair.decode.parts.engine
+    real = engine.decode
+    monkeypatch.setattr(engine, "decode", lambda items: change(real(items)))
+    _, owner = pair.hand_over(400 + next(NUMBERS), "r", prompt_ids(9))
+    error = owner.end()
+    assert isinstance(error, ErrorInfo) and "not those of its batch" in error.message and len(owner.tokens) == 1
+
+
+def test_all_are_given_up_though_one_cannot_be(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = pair.closed(pair.decode)
+    owners = []
+    for n in range(3):
+        job, owner = pair.job(500 + n, f"b{n}", prompt_ids(9))
+        pair.decode.submit(job)
+        owners.append(owner)
+    real = pair.decode.decline
+    monkeypatch.setattr(pair.decode, "decline", lambda job, error: real(job, error) if job.room != 500 else 1 // 0)
+    pair.decode.cancel_all(ErrorInfo(code="draining", message="on purpose"))
+    gate.set()
+    assert [code_of(owner.end()) for owner in owners[1:]] == ["draining"] * 2
+
+
+def test_memory_that_cannot_be_armed_comes_back(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, owned in enumerate((pair.decode.parts.pools, Lease)):
+        monkeypatch.setattr(owned, "arm", lambda *_: 1 // 0)
+        job, owner = pair.job(600 + number, "r", prompt_ids(9))
+        pair.decode.submit(job)
+        assert code_of(owner.end()) == "internal"
+        pair.idle()
+        monkeypatch.undo()
