@@ -60,6 +60,7 @@ from sglang_pd.worker.orders import (
     Seek,
     WroteRange,
 )
+from sglang_pd.worker.seeking import Seeking
 from sglang_pd.worker.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
 
@@ -126,8 +127,7 @@ class RoomDesk:
         self._claims = Claims()
         self._handles: dict[int, int] = {}
         """Rooms of prefill by their handles."""
-        self._sought: dict[int, set[int]] = {}
-        self._proven: dict[int, set[str]] = {}
+        self._seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
         self.verification = Verification(ranks, outside.order, self._found, self._verified)
@@ -273,10 +273,7 @@ class RoomDesk:
 
     def _prove(self, peer_epoch: int, rank: RankId) -> None:
         """Nothing of that peer lands at that own rank any more."""
-        rooms = sorted(self._sought.get(peer_epoch, ()))
-        if rooms:
-            self._proven.setdefault(peer_epoch, set()).add(str(rank))
-        for room in rooms:
+        for room in self._seeking.prove(peer_epoch, rank):
             self._local(Role.DECODE, room, Proven(str(rank)))
 
     def fenced_by_peer(self, peer_epoch: int, now_s: float) -> None:
@@ -317,9 +314,8 @@ class RoomDesk:
         for room in self.prefill.rooms.values():
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)
-        for epoch in self._sought:
-            if str(rank) not in self._proven.get(epoch, ()):
-                self._outside.order(Seek(peer_epoch=epoch), rank)
+        for epoch in self._seeking.open_at(rank):
+            self._outside.order(Seek(peer_epoch=epoch), rank)
 
     # --- both --------------------------------------------------------------------------------------------------------
 
@@ -457,16 +453,14 @@ class RoomDesk:
         )
 
     def _seek(self, effect: Revoke) -> None:
-        rooms = self._sought.setdefault(effect.peer_epoch, set())
-        if not rooms:
+        if self._seeking.add(effect.peer_epoch, effect.room):
             self._outside.order(Seek(peer_epoch=effect.peer_epoch))
-        rooms.add(effect.room)
-        for name in sorted(self._proven.get(effect.peer_epoch, ())):
-            self._local(Role.DECODE, effect.room, Proven(name))
+        for rank in self._seeking.proven(effect.peer_epoch):
+            self._local(Role.DECODE, effect.room, Proven(str(rank)))
 
     def sought(self, peer_epoch: int) -> bool:
         """True while rooms wait for the proof that nothing of that peer lands here any more."""
-        return peer_epoch in self._sought
+        return self._seeking.open(peer_epoch)
 
     def _release(self, role: Role, effect: Releasable) -> None:
         known = self._known.get((role, effect.room))
@@ -480,11 +474,7 @@ class RoomDesk:
         if role is Role.DECODE:
             self._claims.give_back(handle)
             self.verification.forget(effect.room, effect.generation)
-            for epoch, rooms in list(self._sought.items()):
-                rooms.discard(effect.room)
-                if not rooms:
-                    del self._sought[epoch]
-                    self._proven.pop(epoch, None)
+            self._seeking.drop(effect.room)
 
     @property
     def open_rooms(self) -> int:
