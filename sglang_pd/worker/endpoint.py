@@ -11,6 +11,7 @@ import logging
 import operator
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class Endpoint:
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told = False
+        self._polling = threading.Lock()
         self._handles = itertools.count(1 + (secrets.randbits(31) << 31))  # unlike those of an incarnation before
         self._closed = False
         self._active: dict[int, int] = {}
@@ -175,17 +177,21 @@ class Endpoint:
             del self._past[next(iter(self._past))]
 
     def poll(self) -> list[RoomEvent]:
-        """Events since the last call, in order; after `close` those that were left. Never blocks."""
-        if not self._closed:  # else the descriptor's number may be somebody else's
-            try:
-                os.eventfd_read(self._event_fd)
-            except BlockingIOError:
-                return []
-            self._told = False  # after reading, before taking: an event that comes from here on wakes again
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        """Events since the last call, in order; after `close` those that were left. Never blocks.
+
+        From several threads: each event is given to one of them, and every caller sees its own in order.
+        """
+        with self._polling:
+            if self._event_fd >= 0:
+                try:
+                    os.eventfd_read(self._event_fd)
+                except BlockingIOError:
+                    return []
+                self._told = False  # after reading, before taking: an event that comes from here on wakes again
+            events = []
+            while self._events:
+                events.append(self._events.popleft())
+            return events
 
     def wakeup_fd(self) -> int:
         """A descriptor that turns readable when `poll` has events; -1 after `close`."""
@@ -245,8 +251,9 @@ class Endpoint:
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self.link.close()
-        fd, self._event_fd = self._event_fd, -1
-        os.close(fd)
+        with self._polling:  # whoever reads it meanwhile must not read a descriptor that got its number
+            fd, self._event_fd = self._event_fd, -1
+            os.close(fd)
 
     def __enter__(self) -> Endpoint:
         return self
