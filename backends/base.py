@@ -20,6 +20,10 @@ The safety sentences
 8.  No method ends a thread, calls back from a thread of its own, or lets an exception of a library escape: errors are
     `sglang_pd.protocol.errors.PdError` with the library's words inside.
 
+Forks: a backend belongs to the process that made it. In a fork of that process every method raises `PdError`, except
+`close`, which gives back the fork's own descriptors and does nothing that the parent or a peer could notice; transfers
+that had not ended are UNKNOWN there. A library's objects are never destroyed in a fork.
+
 Threads: every method but `wakeup_fd` is called by one thread, the owner. None blocks it: `write` returns within 5 ms
 for 65,536 descriptors, so a library whose submit blocks is driven by a thread of the backend's own. Nothing may raise
 in the owner from outside, such as the handler of SIGINT in a main thread: a library may be left between two states.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from sglang_pd.backends.base import Connecting, Peer
+from sglang_pd.backends.home import Home
 from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import TransferError
 
@@ -29,6 +30,7 @@ class ThreadedConnecting(Connecting, Generic[T]):
         news: Callable[[], None],
     ) -> None:
         self._reach, self._finish, self._abandon, self._news = reach, finish, abandon, news
+        self._home = Home("the connection", "connect")
         self._lock = threading.Lock()
         self._found: list[T] = []
         self._failed: Exception | None = None
@@ -62,6 +64,7 @@ class ThreadedConnecting(Connecting, Generic[T]):
 
     def poll(self) -> Peer | None:
         """See `Connecting`."""
+        self._home.check()
         if self._peer is None and self._failed is None:
             if self._found:
                 self._peer = self._finish(self._found[0])
@@ -79,6 +82,8 @@ class ThreadedConnecting(Connecting, Generic[T]):
 
     def cancel(self) -> None:
         """See `Connecting`. The thread goes on until the library answers."""
+        if not self._home.here:
+            return  # it is the parent's
         with self._lock:
             first, self._cancelled = not self._cancelled, True
             found = self._found[0] if self._found and self._peer is None else None

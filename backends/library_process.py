@@ -13,8 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_pd.protocol.errors import BackendError
-
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process, by facts that no other process of any host has.
@@ -49,18 +47,6 @@ def own_identity() -> ProcessIdentity:
     """This process. Not cached: a fork is another process."""
     ticks = _start_ticks("self")
     return ProcessIdentity(_boot_id(), _pid_namespace(), os.getpid(), -1 if ticks is None else ticks)
-
-
-def check_process(backend: str, pid: int) -> None:
-    """Raise `BackendError` in a fork: the library's threads stayed with process `pid`, which made the backend."""
-    if os.getpid() != pid:
-        raise BackendError(
-            "the backend was made by another process",
-            where=backend,
-            expected=f"process {pid}",
-            actual=f"process {os.getpid()}",
-            hint="Make backends after the fork.",
-        )
 
 
 def _start_ticks(pid: int | str) -> int | None:

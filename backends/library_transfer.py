@@ -7,6 +7,7 @@ import threading
 import time
 
 from sglang_pd.backends.base import Transfer, TransferState
+from sglang_pd.backends.home import fork_count, unknown_in_fork
 from sglang_pd.protocol.errors import PdError, TransferError
 
 FINAL = (TransferState.DONE, TransferState.FAILED)
@@ -27,10 +28,20 @@ class LibraryTransfer(Transfer):
         self._state = TransferState.PENDING
         self._error: PdError | None = None
         self._looks = 0
+        self._forks = fork_count()
         self._let_go = False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a fork of the process that posted it, where nothing more is learnt of it."""
+        return fork_count() != self._forks
 
     def poll(self) -> TransferState:
         """The state now; see the contract. Never blocks; who asks again and again lets other threads run."""
+        if self.forked and not self.final:
+            # Without the lock, which another thread may have held when the fork came.
+            self._error = self._error or unknown_in_fork(f"write to peer {self._peer}")
+            self._state = TransferState.UNKNOWN
         if self._state is TransferState.PENDING and not self.expired():
             self._looks += 1
             if self._looks > FREE_LOOKS:

@@ -34,9 +34,10 @@ from sglang_pd.backends.base import (
     TransferState,
     check_batch,
 )
+from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_connect import ThreadedConnecting
-from sglang_pd.backends.library_process import check_process, own_identity
+from sglang_pd.backends.library_process import own_identity
 from sglang_pd.backends.library_rows import NO_ROWS, Rows
 from sglang_pd.backends.mooncake_blob import ENVELOPE, Blob, decode_matching
 from sglang_pd.backends.mooncake_inbound import Inbound
@@ -75,6 +76,8 @@ class MooncakeBackend(Backend):
     """See the module's docstring; `create` builds it."""
 
     def __init__(self, epoch: int, options: MooncakeOptions, library: Library, in_force: dict[str, str]) -> None:
+        self._home = Home("the backend", "mooncake")
+        keep_in_forks(self)
         self._epoch = epoch
         self._options = options
         self._library = library
@@ -88,7 +91,6 @@ class MooncakeBackend(Backend):
         self._made = 0
         self._described = False
         self._closed = False
-        self._pid = os.getpid()
 
     def _device_memory(self) -> bool:
         # Over TCP the library would stage device memory through the host, 64 KiB at a time: not offered.
@@ -218,6 +220,7 @@ class MooncakeBackend(Backend):
 
     def disconnect(self, peer: Peer) -> None:
         """See `Backend.disconnect`."""
+        self._home.check()
         mine = self._peers.pop(self._own(peer).number, None)
         if mine is None:
             return
@@ -277,6 +280,7 @@ class MooncakeBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """See `Backend.fence`, and the module's docstring for what it can prove."""
+        self._home.check()
         mine = self._own(peer)
         return mine.resolved == mine.posted or mine.dead()
 
@@ -289,17 +293,23 @@ class MooncakeBackend(Backend):
 
     def admit(self, epoch: int) -> None:
         """See `Backend.admit`."""
+        self._home.check()
         self._inbound.admit(epoch)
 
     # the owner's loop
 
     def progress(self) -> None:
         """See `Backend.progress`: empties the wake-up; the work is done by threads of the backend's own."""
+        if not self._closed:
+            self._home.check()
         self._pump.drain_wakeup()
 
     def wakeup_fd(self) -> int | None:
         """See `Backend.wakeup_fd`."""
-        return None if self._closed else self._pump.wakeup_fd()
+        if self._closed:
+            return None
+        self._home.check()
+        return self._pump.wakeup_fd()
 
     def close(self) -> None:
         """See `Backend.close`. Memory is given back only if the engines are proven to have ended."""
@@ -307,6 +317,9 @@ class MooncakeBackend(Backend):
             return
         self._closed = True
         self._pump.stop()
+        if not self._home.here:
+            self._inbound.let_ports_go()
+            return  # engines and links are the parent's
         gone = [self._inbound.close(), self._links.close(5.0)]
         if all(gone):
             self._memory.release()
@@ -317,7 +330,7 @@ class MooncakeBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="mooncake")
-        check_process("mooncake", self._pid)
+        self._home.check()
 
     def _own(self, peer: Peer) -> MooncakePeer:
         if not isinstance(peer, MooncakePeer) or peer.home != self._epoch:

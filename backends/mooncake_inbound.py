@@ -130,9 +130,13 @@ class Inbound:
             engine, self._engine = self._engine, None
             self._failed = self._failed or BackendError("the backend is closed", where="mooncake")
         closed = engine is None or engine.stop(CLOSE_WITHIN_S)
-        for held in self._reserved:
-            held.close()
-        self._reserved.clear()
+        self.let_ports_go()
         if closed:
             self._page.release()
         return closed and (thread is None or not thread.is_alive())
+
+    def let_ports_go(self) -> None:
+        """Close this process's hold on the ports of former engines."""
+        for held in self._reserved:
+            held.close()
+        self._reserved.clear()

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.home import Home
 from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.mooncake_chunk import ChunkState, merge, refused, submit
 from sglang_pd.backends.mooncake_library import Library
@@ -56,6 +57,7 @@ class Pump:
         verify: Callable[[MooncakePeer], None],
         idle_engine: Callable[[], None],
     ) -> None:
+        self._home = Home("the backend", "mooncake")
         self._library = library
         self._options = options
         self._verify = verify
@@ -146,6 +148,9 @@ class Pump:
         if self._stopping:
             return
         self._stopping = True
+        if not self._home.here:  # the thread is the parent's, and may have held the lock when the fork came
+            os.close(self._event)
+            return
         self._wake.set()
         self._thread.join()
         with self._lock:

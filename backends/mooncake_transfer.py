@@ -43,6 +43,8 @@ class MooncakeTransfer(LibraryTransfer):
 
     def poll(self) -> TransferState:
         """See `Transfer.poll`. Past its deadline a transfer is never seen PENDING, whether or not the pump has run."""
+        if self.forked:
+            return super().poll()
         if not self.final and self.assist is not None:
             self.assist(self)
         state = super().poll()

@@ -45,8 +45,9 @@ from sglang_pd.backends.base import (
     TransferState,
     check_batch,
 )
+from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library_link import Work
-from sglang_pd.backends.library_process import check_process, own_identity
+from sglang_pd.backends.library_process import own_identity
 from sglang_pd.backends.library_rows import Rows
 from sglang_pd.backends.library_segments import Scope
 from sglang_pd.backends.library_transfer import LibraryTransfer
@@ -117,6 +118,7 @@ class _FirstContact(Connecting):
 
     def poll(self) -> MoriPeer | None:
         """See `Connecting`."""
+        self._link.home.check()
         state = self._hello.poll()
         if state in (TransferState.PENDING, TransferState.DONE):
             return self._peer if state is TransferState.DONE else None
@@ -148,7 +150,8 @@ class MoriBackend(Backend):
         self._open: dict[int, set[LibraryTransfer]] = {}
         self._prover: mori_memory.Prover | None = None
         self._closed = False
-        self._pid = os.getpid()
+        self._home = Home("the backend", "mori")
+        keep_in_forks(self)
         # The first engine is the one that peers know; it lives as long as the backend.
         self._engines = [EngineHost(library, options, epoch, options.port)]
         self._replaced = 0
@@ -299,6 +302,7 @@ class MoriBackend(Backend):
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer. Its thread goes on until every status has ended."""
+        self._home.check()
         own = self._own(peer)
         if not own.disconnected:
             own.disconnected = True
@@ -335,18 +339,25 @@ class MoriBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer ever posted to that incarnation is DONE or FAILED."""
+        self._home.check()
         own = self._own(peer)
         own.link.prove()
         return all(transfer.final for transfer in list(self._open.get(own.epoch, ())))
 
     def revoke(self, epoch: int) -> bool:
         """Always False: there is no proof (`Capabilities.revoke_proof` is `none`)."""
+        self._home.check()
         return False
+
+    def admit(self, epoch: int) -> None:
+        """See `Backend`. Nothing was ever proven that this could end."""
+        self._home.check()
 
     def progress(self) -> None:
         """Clear the wake-up; forget what has ended. The library advances by itself."""
         if self._closed:
             return  # the descriptor's number may be somebody else's
+        self._home.check()
         try:
             os.eventfd_read(self._news_fd)
         except BlockingIOError:
@@ -361,7 +372,10 @@ class MoriBackend(Backend):
 
     def wakeup_fd(self) -> int | None:
         """Readable when a transfer or a peer may have news."""
-        return None if self._closed else self._news_fd
+        if self._closed:
+            return None
+        self._home.check()
+        return self._news_fd
 
     def _news(self) -> None:
         try:
@@ -376,6 +390,9 @@ class MoriBackend(Backend):
         if self._closed:
             return
         self._closed = True
+        if not self._home.here:  # engines, statuses and links are the parent's
+            os.close(self._news_fd)
+            return
         until = time.monotonic() + self._options.drain_s
         closed = TransferError("the backend was closed", code="transfer_unknown", where="close", backend="mori")
         for link in self._links:
@@ -395,7 +412,7 @@ class MoriBackend(Backend):
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="mori")
-        check_process("mori", self._pid)
+        self._home.check()
 
     def _own(self, peer: Peer) -> MoriPeer:
         if not isinstance(peer, MoriPeer) or peer.home != self._epoch:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_pd.backends.base import TransferState
+from sglang_pd.backends.home import Home
 from sglang_pd.backends.library_link import Ends, LibraryLink, Work
 from sglang_pd.backends.library_process import ProcessIdentity, Watch
 from sglang_pd.backends.library_transfer import LibraryTransfer
@@ -64,6 +65,7 @@ class Link(LibraryLink[Piece, Call]):
         ends = Ends("mori", remote.key, Watch(remote.process), options.calls_in_flight, owner.news)
         super().__init__(ends, owner.open)
         self.engine, self.remote = engine, remote
+        self.home = Home("the link", f"mori, peer {remote.key}")
         self._options = options
         self._lost: PdError | None = None
         self._condition = threading.Condition()
@@ -100,6 +102,8 @@ class Link(LibraryLink[Piece, Call]):
 
     def stop(self, why: PdError, give_up_at: float = float("inf")) -> None:
         """Hand nothing more over; end the thread when all calls have ended, or at `give_up_at` (monotonic seconds)."""
+        if not self.home.here:
+            return  # the thread is the parent's
         with self._condition:
             self._stopping = self._stopping or why
             self._give_up_at = min(self._give_up_at, give_up_at)

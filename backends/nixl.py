@@ -44,6 +44,7 @@ from sglang_pd.backends.base import (
     TransferState,
     check_batch,
 )
+from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_connect import ThreadedConnecting
 from sglang_pd.backends.library_link import Work
@@ -127,6 +128,8 @@ class NixlBackend(Backend):
         self._scope = Scope("nixl", MAX_SEGMENTS)
         self._device = options.device_memory and nixl_memory.cuda_present()
         self._closed = False
+        self._home = Home("the backend", "nixl")
+        keep_in_forks(self)
         probe = None if self._key(()) in _found else Probe(library.package, options)
         self._engine = Engine(library, options, epoch)
         try:
@@ -287,6 +290,7 @@ class NixlBackend(Backend):
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer. What is in flight to it is polled to its end all the same. Idempotent."""
+        self._home.check()
         mine = self._mine(peer)
         if not mine.disconnected and not self._closed:
             mine.disconnected = True
@@ -329,6 +333,7 @@ class NixlBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer to the peer is DONE or FAILED."""
+        self._home.check()
         return not self._mine(peer).link.open
 
     def revoke(self, epoch: int) -> bool:
@@ -342,6 +347,7 @@ class NixlBackend(Backend):
 
     def admit(self, epoch: int) -> None:
         """See `Backend`."""
+        self._home.check()
         self._engine.admit(epoch)
 
     def _cma_possible(self) -> bool:
@@ -357,6 +363,7 @@ class NixlBackend(Backend):
         """Make `wakeup_fd` quiet again; the library advances in its own thread."""
         if self._closed:
             return
+        self._home.check()
         try:
             os.eventfd_read(self._engine.news_fd)
         except BlockingIOError:
@@ -369,7 +376,10 @@ class NixlBackend(Backend):
 
     def wakeup_fd(self) -> int | None:
         """Readable when a transfer or a peer may have news; `progress` makes it quiet."""
-        return None if self._closed else self._engine.news_fd
+        if self._closed:
+            return None
+        self._home.check()
+        return self._engine.news_fd
 
     def close(self) -> None:
         """Close the agent, join the thread, let go of the memory. Have peers fenced before: a writer of this host that
@@ -378,11 +388,13 @@ class NixlBackend(Backend):
             return
         self._closed = True
         self._engine.stop()
-        self._scope.clear()
+        if self._home.here:
+            self._scope.clear()
 
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the backend is closed", where="nixl")
+        self._home.check()
 
     def _check_device(self, nbytes: int, device: str) -> None:
         if device != "cpu" and not self._options.device_memory:

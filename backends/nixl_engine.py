@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_pd.backends.home import Home, give_back
 from sglang_pd.backends.library_blob import SegmentEntry
 from sglang_pd.backends.library_process import ProcessIdentity, own_identity, process_gone
 from sglang_pd.backends.nixl_blob import AgentBlob, agent_name
@@ -78,6 +79,7 @@ class Engine:
 
     def __init__(self, library: Library, options: NixlOptions, epoch: int) -> None:
         self._library, self._options, self._epoch = library, options, epoch
+        self._home = Home("the backend", "nixl")
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
@@ -177,8 +179,12 @@ class Engine:
             self._news()
 
     def stop(self) -> None:
-        """Close the agent and end the thread. Transfers left are UNKNOWN. Idempotent."""
-        if not self._stopping:
+        """Close the agent and end the thread. Transfers left are UNKNOWN. Idempotent. A fork has neither."""
+        if not self._home.here:
+            if not self._stopping:
+                self._stopping = True
+                give_back([self._wake_fd, self.news_fd])
+        elif not self._stopping:
             self._stopping = True
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join(CALL_S)

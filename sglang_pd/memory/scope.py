@@ -11,6 +11,7 @@ from enum import Enum
 from weakref import WeakKeyDictionary
 
 from sglang_pd.backends.base import Backend, Segment
+from sglang_pd.backends.home import Home
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import RankLayout
 from sglang_pd.protocol.errors import BackendError
@@ -50,6 +51,7 @@ class Scope:
     """
 
     def __init__(self, backend: Backend) -> None:
+        self._home = Home("the scope", "scope")
         self._backend: Backend | None = backend
         self._epochs = {backend.epoch}
         self._segments: list[Segment] = []
@@ -157,6 +159,7 @@ class Scope:
 
     def suspend(self) -> None:
         """Give all memory back. Views on it are void. Raises `LeaseError` while anything holds the scope."""
+        self._home.check()
         if self.holds:
             raise LeaseError(
                 "the scope cannot be suspended", where="scope", expected="no room and nothing in quarantine",
@@ -178,6 +181,7 @@ class Scope:
         self.state = ScopeState.OPEN
 
     def _require_open(self, what: str, name: str) -> None:
+        self._home.check()
         if self.state is not ScopeState.OPEN:
             raise BackendError(
                 f"the scope cannot {what} any more", code="memory_refused", where=name or "scope",

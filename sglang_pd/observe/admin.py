@@ -33,6 +33,7 @@ class AdminServer:
         """Listen at `path`. A socket that nobody serves any more is replaced; anything else there is refused
         (`ConfigError`)."""
         self._path, self._answer = path, answer
+        self._pid = os.getpid()
         self._listener = _listen(path)
         self._inode = os.stat(path).st_ino
         self._wake, self._wake_writer = os.pipe()
@@ -43,14 +44,16 @@ class AdminServer:
         """Stop, and remove the socket if it is still ours. Idempotent."""
         if self._wake_writer < 0:
             return
-        os.write(self._wake_writer, b"x")
-        self._thread.join()
+        ours = os.getpid() == self._pid  # a fork must neither stop the parent's thread nor remove its socket
+        if ours:
+            os.write(self._wake_writer, b"x")
+            self._thread.join()
         self._listener.close()
         os.close(self._wake_writer)
         os.close(self._wake)
         self._wake_writer = -1
         with contextlib.suppress(OSError):
-            if os.stat(self._path).st_ino == self._inode:
+            if ours and os.stat(self._path).st_ino == self._inode:
                 os.unlink(self._path)
 
     def __enter__(self) -> AdminServer:

@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
+from sglang_pd.backends.home import Home
 from sglang_pd.memory.scope import hold, let_go
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
@@ -96,6 +97,7 @@ class Endpoint:
         self, config: ControlConfig, setup: RankSetup, network: Network | None = None, watch: Watch | None = None
     ) -> None:
         network = network or Network()
+        self._home = Home("the endpoint", "worker")
         self.watch = watch or Watch()
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -180,7 +182,9 @@ class Endpoint:
         """Events since the last call, in order; after `close` those that were left. Never blocks.
 
         From several threads: each event is given to one of them, and every caller sees its own in order.
+        Raises `BackendUnavailable` in a fork, whose parent's descriptor it would make quiet.
         """
+        self._home.check()
         with self._polling:
             if self._event_fd >= 0:
                 try:
@@ -195,6 +199,7 @@ class Endpoint:
 
     def wakeup_fd(self) -> int:
         """A descriptor that turns readable when `poll` has events; -1 after `close`."""
+        self._home.check()
         return self._event_fd
 
     def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
@@ -243,10 +248,18 @@ class Endpoint:
         return stats
 
     def close(self) -> None:
-        """Stop the control thread and the sockets. The backend stays the caller's to close. Idempotent."""
+        """Stop the control thread and the sockets. The backend stays the caller's to close. Idempotent.
+
+        In a fork, whose parent has both, it gives back this process's descriptor.
+        """
         if self._closed:
             return
         self._closed = True
+        if not self._home.here:
+            self._loop.stop()
+            os.close(self._event_fd)
+            self._event_fd = -1
+            return
         if not self._loop.stop():
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
@@ -329,6 +342,7 @@ class PrefillEndpoint(Endpoint):
 
     def _is_open(self, handle: int) -> bool:
         """False for a room that has ended."""
+        self._home.check()
         if handle in self._open:
             return True
         if handle in self._past:
@@ -407,6 +421,7 @@ class RankEndpoint:
     def __init__(
         self, setup: RankSetup, control_address: str, *, curve: CurveKeys | None = None, heartbeat_s: float = 0.5
     ) -> None:
+        self._home = Home("the endpoint", "worker")
         self._remote = RemoteRank(control_address, curve=curve, heartbeat_s=heartbeat_s)
         try:
             self._start(setup)
@@ -433,10 +448,12 @@ class RankEndpoint:
         self, handle: int, start: int, stop: int, *, last: bool, after: Any = None, lists: IndexLists | None = None
     ) -> None:
         """See `PrefillEndpoint.send`. handle: the one of rank 0's `request`; it may come before that call."""
+        self._home.check()
         self.agent.send(handle, Chunk(start, stop, last), after=after, lists=lists)
 
     def finish(self, handle: int, covered_tokens: int, record: bytes) -> None:
         """See `PrefillEndpoint.finish`."""
+        self._home.check()
         self.agent.handoff(handle, covered_tokens, record)
 
     def close(self) -> None:

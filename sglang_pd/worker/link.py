@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
+from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import ConfigError, RoomError
 
 MAX_FRAME_BYTES = 32 * 2**20
@@ -62,6 +63,7 @@ class Link:
     """All ZMQ sockets of one control. Used by its control thread alone."""
 
     def __init__(self, curve: CurveKeys | None = None) -> None:
+        self._home = Home("the link", "worker")
         self._curve = curve
         self._context = zmq.Context()
         self._routers: dict[str, zmq.Socket[bytes]] = {}
@@ -153,6 +155,7 @@ class Link:
 
     def flush(self) -> None:
         """Let everything queued leave. What cannot is dropped and counted: no such party, or its queue is full."""
+        self._home.check()
         while self._out:
             party, frames = self._out.popitem()
             for batch in _batches(frames):
@@ -173,6 +176,7 @@ class Link:
 
         ready: only of these sockets; None: of all.
         """
+        self._home.check()
         if ready is None or self._zap in ready:
             self._authenticate()
         for name, router in self._routers.items():
@@ -231,7 +235,9 @@ class Link:
         return [*zap, *self._routers.values(), *self._dealers.values()]
 
     def close(self) -> None:
-        """Close everything. Idempotent."""
+        """Close everything. Idempotent. In a fork nothing: the sockets are the parent's, the descriptors ZMQ's."""
+        if not self._home.here:
+            return
         for socket in self.sockets():
             with contextlib.suppress(zmq.ZMQError):
                 socket.close(linger=0)

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import zmq
 
+from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.worker.agent import RankAgent
 from sglang_pd.worker.link import Link, Party
@@ -49,6 +50,7 @@ class WorkerLoop:
     """Runs one `Driven` and one rank agent over one link. `start`, `submit` and `stop` may be called by any thread."""
 
     def __init__(self, link: Link, driven: Driven, agent: RankAgent | None, *, name: str = "sglang-pd") -> None:
+        self._home = Home("the control thread", "worker")
         self._link = link
         self._driven = driven
         self._agent = agent
@@ -66,6 +68,7 @@ class WorkerLoop:
 
     def start(self) -> None:
         """Start the thread. Raises `RuntimeError` where the system has none left."""
+        self._home.check()
         try:
             self._thread.start()
         except BaseException:
@@ -79,6 +82,7 @@ class WorkerLoop:
 
     def ring(self) -> None:
         """Wake the loop."""
+        self._home.check()
         with self._bell_lock:  # after `stop` the descriptor's number may be somebody else's
             if not self._rung and not self._closed:
                 self._rung = True
@@ -87,8 +91,9 @@ class WorkerLoop:
     def submit(self, call: Callable[[], None]) -> None:
         """Run a call on the control thread, after those submitted before.
 
-        Raises `RoomError`: `queue_full`, or `draining` when the thread was stopped.
+        Raises `RoomError`: `queue_full`, or `draining` when the thread was stopped; `BackendUnavailable` in a fork.
         """
+        self._home.check()
         if self._stop:
             raise RoomError("the endpoint is closed", code="draining", where="worker")
         if len(self._calls) >= MAX_CALLS:
@@ -97,7 +102,12 @@ class WorkerLoop:
         self.ring()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End the thread after its current turn. False when it did not end in time."""
+        """End the thread after its current turn. False when it did not end in time. A fork has none to end."""
+        if not self._home.here:
+            if not self._closed:  # without the lock, which a thread may have held when the fork came
+                self._closed = self._stop = True
+                os.close(self._bell)
+            return True
         self._stop = True
         self._rung = False
         self.ring()

@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang_pd.backends.base import Backend
+from sglang_pd.backends.home import Home
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.config import (
     WorkerConfig,
@@ -71,6 +72,7 @@ class WorkerService:
         """
         config, settings = prepare(config, os.environ if environ is None else environ)
         self.config = config
+        self._home = Home("the worker", "worker")
         self.role = Role(config.role)
         self.started_at = time.time()
         self._drain: Drain | None = None
@@ -238,8 +240,9 @@ class WorkerService:
         return self._drain is not None and time.monotonic() > self._drain.deadline_s + FENCE_WAIT_S
 
     def close(self) -> None:
-        """Stop the threads and the sockets, then the transport. Idempotent."""
-        self.runner.stop()
+        """Stop the threads and the sockets, then the transport. Idempotent. In a fork the threads are the parent's."""
+        if self._home.here:
+            self.runner.stop()
         self.endpoint.close()
         if self._admin is not None:
             self._admin.close()
