@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from sglang_pd.backends.base import (
     DEFAULT_DEADLINE_S,
     Backend,
@@ -28,6 +26,8 @@ from sglang_pd.backends.base import (
     batch_rows,
     check_batch,
 )
+from sglang_pd.backends.home import Home, give_back, keep_in_forks
+from sglang_pd.backends.local_connect import Connection, LocalConnecting
 from sglang_pd.backends.local_copy import Copier, CopyJob, copy_now
 from sglang_pd.backends.local_groups import HostGroups
 from sglang_pd.backends.local_launch import FEW_RANGES, GridAddresses
@@ -35,18 +35,18 @@ from sglang_pd.backends.local_link import (
     Address,
     SegmentFacts,
     host_identity,
-    open_connection,
     pack_address,
     unpack_address,
 )
 from sglang_pd.backends.local_listener import Exports, Listener
 from sglang_pd.backends.local_memory import HostMemory, create_memory
+from sglang_pd.backends.local_options import LocalOptions, parse_options
 from sglang_pd.backends.local_peer import LocalPeer, open_peer
 from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer, Part
 from sglang_pd.backends.shortage import no_descriptor
 from sglang_pd.backends.sides import Side, one_range
 from sglang_pd.protocol.batch import U64, GridBatch, WriteBatch
-from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, TransferError
 
 if TYPE_CHECKING:
     from sglang_pd.backends.local_cuda import CudaSide
@@ -58,27 +58,9 @@ INLINE_DESCRIPTORS = 4096
 REVOKE_WITHIN_S = 1.0
 
 
-class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options of the backend. copy_threads: threads that copy between host memories, 1 to 64."""
-
-    copy_threads: int = 2
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.copy_threads <= 64:
-            raise ValueError(f"copy_threads must be 1 to 64, not {self.copy_threads}")
-
-
 def create(*, epoch: int, options: Mapping[str, Any]) -> LocalBackend:
     """Build the backend. Raises `ConfigError` for an option it does not know, `BackendUnavailable` off Linux."""
-    try:
-        chosen = msgspec.convert(dict(options), LocalOptions)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            str(error),
-            where="$.backend.options",
-            expected=f"options {', '.join(LocalOptions.__struct_fields__)}",
-            actual=repr(dict(options))[:200],
-        ) from error
+    chosen = parse_options(options)
     for needed in ("memfd_create", "pidfd_open", "eventfd"):
         if not hasattr(os, needed):
             raise BackendUnavailable("this system lacks a call of Linux 5.3", where=f"os.{needed}")
@@ -99,7 +81,8 @@ class LocalBackend(Backend):
 
     def __init__(self, epoch: int, options: LocalOptions) -> None:
         self._epoch = epoch
-        self._process = os.getpid()
+        self._home = Home("the backend", "local")
+        keep_in_forks(self)
         self._closed = False
         self._scope: dict[tuple[int, int, str], HostMemory | None] = {}
         self._segments: list[Segment] = []
@@ -108,6 +91,7 @@ class LocalBackend(Backend):
         self._cuda: CudaSide | None = None
         self._peers: list[LocalPeer] = []
         self._leaving: list[LocalPeer] = []
+        self._connecting: list[LocalConnecting] = []
         self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             self._wakeup = select.epoll()
@@ -190,6 +174,12 @@ class LocalBackend(Backend):
 
     def connect(self, blob: bytes, epoch: int) -> LocalPeer:
         """See `Backend`."""
+        peer = self.start_connect(blob, epoch).wait()
+        assert isinstance(peer, LocalPeer)
+        return peer
+
+    def start_connect(self, blob: bytes, epoch: int) -> LocalConnecting:
+        """See `Backend`. A destination that takes its time, or is stopped, holds up nobody here."""
         self._check_usable()
         address = unpack_address(blob)
         if address.epoch != epoch:
@@ -208,7 +198,12 @@ class LocalBackend(Backend):
                 actual=address.host,
                 hint="Choose a transport that leaves the host.",
             )
-        peer = open_peer(epoch, open_connection(address, self._epoch), self._segments, self._side_for)
+        connecting = LocalConnecting(address, self._epoch, self._wakeup, lambda made: self._joined(epoch, made))
+        self._connecting = [*(one for one in self._connecting if not one.over), connecting]
+        return connecting
+
+    def _joined(self, epoch: int, connection: Connection) -> LocalPeer:
+        peer = open_peer(epoch, connection, self._segments, self._side_for)
         self._peers.append(peer)
         for fd in peer.watched():
             self._wakeup.register(fd, select.EPOLLIN | select.EPOLLRDHUP)
@@ -329,6 +324,7 @@ class LocalBackend(Backend):
 
     def fence(self, peer: Peer) -> bool:
         """See `Backend`: True when no copy to that peer is running or queued."""
+        self._home.check()
         return isinstance(peer, LocalPeer) and peer.quiet()
 
     def revoke(self, epoch: int) -> bool:
@@ -341,16 +337,18 @@ class LocalBackend(Backend):
 
     def admit(self, epoch: int) -> None:
         """See `Backend`."""
+        self._home.check()
         self._listener.admit(epoch)
 
     def progress(self) -> None:
         """See `Backend`. Needed only when `wakeup_fd` is readable."""
         if self._closed:
             return
+        self._home.check()
         for fd, _ in self._wakeup.poll(0):
             if fd == self._news:
                 os.eventfd_read(self._news)
-            else:
+            elif all(one.over or fd != one.sock.fileno() for one in self._connecting):
                 # A lost peer stays readable for ever: heard once is enough, `lost` remembers.
                 self._wakeup.unregister(fd)
         for peer in [peer for peer in self._leaving if peer.quiet()]:
@@ -359,10 +357,14 @@ class LocalBackend(Backend):
 
     def wakeup_fd(self) -> int | None:
         """See `Backend`."""
-        return None if self._closed else self._wakeup.fileno()
+        if self._closed:
+            return None
+        self._home.check()
+        return self._wakeup.fileno()
 
     def disconnect(self, peer: Peer) -> None:
         """See `Backend`. What is still queued for the peer is dropped."""
+        self._home.check()
         if not isinstance(peer, LocalPeer) or peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -375,7 +377,13 @@ class LocalBackend(Backend):
         """See `Backend`. Transfers left are cancelled and joined, hence FAILED."""
         if self._closed:
             return
+        if not self._home.here:
+            self._leave_to_parent()
+            return
         cause = TransferError("the backend was closed", where="local")
+        for connecting in self._connecting:
+            connecting.cancel()
+        self._connecting.clear()
         for peer in self._peers:
             peer.cancel(cause)
             self._unwatch(peer)
@@ -393,6 +401,18 @@ class LocalBackend(Backend):
                 os.close(memory.fd)
         self._scope.clear()
         self._segments.clear()
+        self._wakeup.close()
+        os.close(self._news)
+
+    def _leave_to_parent(self) -> None:
+        """What `close` is in a fork. The epoll is the parent's too: nothing is taken out of it."""
+        self._closed = True
+        for connecting in self._connecting:
+            connecting.cancel()
+        for peer in self._peers + self._leaving:
+            peer.close()
+        self._listener.close()
+        give_back([memory.fd for memory in self._scope.values() if memory is not None])
         self._wakeup.close()
         os.close(self._news)
 
@@ -445,13 +465,7 @@ class LocalBackend(Backend):
     def _check_usable(self) -> None:
         if self._closed:
             raise BackendUnavailable("the backend is closed", where="local")
-        if os.getpid() != self._process:
-            raise BackendUnavailable(
-                "the backend belongs to the process that made it, not to its fork",
-                where="local",
-                expected=self._process,
-                actual=os.getpid(),
-            )
+        self._home.check()
 
 
 def _key(segment: Segment) -> tuple[int, int, str]:

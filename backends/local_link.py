@@ -13,16 +13,14 @@ import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import xxhash
 
 from sglang_pd.backends.shortage import is_shortage, no_descriptor
-from sglang_pd.protocol.errors import CODES, BackendError, PdError, TransferError
+from sglang_pd.protocol.errors import BackendError
 
 VERSION = 1
 """Version of the blob and of the messages. Raise it when either changes."""
@@ -31,8 +29,6 @@ MAX_BLOB_BYTES = 1 << 20
 MAX_HELLO_BYTES = 4096
 MAX_WELCOME_BYTES = 1 << 20
 MAX_SEGMENT_BYTES = 1 << 52
-CONNECT_WITHIN_S = 1.0
-"""The owner's thread waits so long for a peer that does not answer (a stopped process): shorter than any liveness."""
 FDS_A_MESSAGE = 200
 
 GOODBYE = b"B"
@@ -40,10 +36,9 @@ GOODBYE = b"B"
 
 _MAGIC = b"SPDL"
 _LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
 _CREDENTIALS = struct.Struct("iII")
 _SO_PEERPIDFD = 77
-
-T = TypeVar("T")
 
 
 class SegmentFacts(msgspec.Struct, frozen=True):
@@ -119,6 +114,24 @@ def unpack_address(blob: bytes) -> Address:
         raise BackendError("a connect blob does not decode", where="blob", actual=str(error)) from error
 
 
+def peer_pid(sock: socket.socket) -> int:
+    """Number of the process that connected, as seen here: 0 where it is in another PID namespace."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid)
+
+
+def receive_from(sock: socket.socket, limit: int) -> tuple[bytes, int]:
+    """Bytes that one process sent, and its number as in `peer_pid`; -1 where the kernel does not tell.
+
+    The socket must have SO_PASSCRED. What two processes sent is never given together.
+    """
+    data, ancillary, _, _ = sock.recvmsg(limit, socket.CMSG_SPACE(_CREDENTIALS.size))
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(payload) >= _CREDENTIALS.size:
+            return data, int(_CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0])
+    return data, -1
+
+
 def open_pidfd(sock: socket.socket) -> tuple[int | None, int]:
     """A pidfd of the process at the other end (None where its process is not visible here), and its user id."""
     size = _CREDENTIALS.size
@@ -147,30 +160,10 @@ def is_dead(pidfd: int) -> bool:
     return bool(poller.poll(0))
 
 
-def send_message(sock: socket.socket, message: msgspec.Struct) -> None:
-    """Send one length-prefixed message."""
+def pack_message(message: msgspec.Struct) -> bytes:
+    """One message, with its length before it."""
     body = msgspec.msgpack.encode(message)
-    sock.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _receive_exactly(sock: socket.socket, count: int, end: float) -> bytes:
-    taken = b""
-    while len(taken) < count:
-        sock.settimeout(max(0.001, end - time.monotonic()))
-        part = sock.recv(count - len(taken))
-        if not part:
-            raise ConnectionResetError("the peer closed the connection")
-        taken += part
-    return taken
-
-
-def receive_message(sock: socket.socket, kind: type[T], limit: int, within_s: float) -> T:
-    """Receive one message. Raises `OSError` (timeouts are), `msgspec.DecodeError`, `RecursionError`."""
-    end = time.monotonic() + within_s
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, end))
-    if length > limit:
-        raise ConnectionError(f"a message of {length} bytes was announced, the limit is {limit}")
-    return msgspec.msgpack.decode(_receive_exactly(sock, length, end), type=kind)
+    return _LENGTH.pack(len(body)) + body
 
 
 def send_descriptors(sock: socket.socket, fds: Sequence[int]) -> None:
@@ -180,68 +173,15 @@ def send_descriptors(sock: socket.socket, fds: Sequence[int]) -> None:
         sock.sendmsg([b"F"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, group)])
 
 
-def receive_descriptors(sock: socket.socket, count: int) -> list[int]:
-    """Receive exactly `count` descriptors. Raises `OSError`; what came until then is closed."""
-    fds: list[int] = []
-    try:
-        while len(fds) < count:
-            space = socket.CMSG_SPACE(FDS_A_MESSAGE * array.array("i").itemsize)
-            data, ancillary, flags, _ = sock.recvmsg(1, space)
-            for level, kind, payload in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    fds += array.array("i", payload[: len(payload) // 4 * 4])
-            if flags & socket.MSG_CTRUNC:
-                raise OSError(errno.EMFILE, "the peer's descriptors were cut off")
-            if not data:
-                raise ConnectionResetError("the peer closed the connection")
-        if len(fds) != count:
-            raise ConnectionError(f"{len(fds)} descriptors came where {count} were announced")
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return fds
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A writer's connection: the socket, the destination's pidfd (None where it is not visible), table and descriptors.
-
-    `fds` are the destination's host segments in order; they are the caller's to close.
-    """
-
-    sock: socket.socket
-    pidfd: int | None
-    segments: tuple[SegmentFacts, ...]
-    fds: list[int]
-
-
-def open_connection(address: Address, epoch: int) -> Connection:
-    """Connect as incarnation `epoch`. Raises `BackendError` for a refusal, `TransferError` (`peer_lost`) for nobody."""
-    sock: socket.socket | None = None
-    pidfd: int | None = None
-    try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock.settimeout(CONNECT_WITHIN_S)
-        sock.connect(address.socket_name)
-        pidfd, uid = open_pidfd(sock)
-        if uid != os.geteuid():
-            raise BackendError("the peer runs as another user", expected=f"uid {os.geteuid()}", actual=f"uid {uid}")
-        send_message(sock, Hello(VERSION, epoch, address.epoch, address.admission))
-        welcome = receive_message(sock, Welcome, MAX_WELCOME_BYTES, CONNECT_WITHIN_S)
-        if welcome.refusal:
-            code = welcome.code if welcome.code in CODES else "backend_unsupported"
-            raise BackendError(welcome.refusal, code=code, where="peer")
-        fds = receive_descriptors(sock, sum(facts.device == "cpu" for facts in welcome.segments))
-        sock.setblocking(False)
-        return Connection(sock, pidfd, welcome.segments, fds)
-    except (OSError, msgspec.DecodeError, RecursionError, PdError) as error:
-        if sock is not None:
-            sock.close()
-        if pidfd is not None:
-            os.close(pidfd)
-        if isinstance(error, PdError):
-            raise
-        if isinstance(error, OSError) and is_shortage(error):
-            raise no_descriptor(error, "local") from error
-        raise TransferError("the peer does not answer", code="peer_lost", actual=repr(error)) from error
+def receive_group(sock: socket.socket, fds: list[int]) -> None:
+    """Add one group of descriptors to `fds`, which are the caller's to close. Raises `OSError`."""
+    space = socket.CMSG_SPACE(FDS_A_MESSAGE * array.array("i").itemsize)
+    # A process that is started meanwhile must not inherit a peer's memory.
+    data, ancillary, flags, _ = sock.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds += array.array("i", payload[: len(payload) // 4 * 4])
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, "the peer's descriptors were cut off")
+    if not data:
+        raise ConnectionResetError("the peer closed the connection")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sglang_pd.backends.home import Home, give_back
 from sglang_pd.backends.local_link import (
+    FDS_A_MESSAGE,
     GOODBYE,
     MAX_HELLO_BYTES,
     VERSION,
@@ -21,8 +24,10 @@ from sglang_pd.backends.local_link import (
     Welcome,
     is_dead,
     open_pidfd,
+    pack_message,
+    peer_pid,
+    receive_from,
     send_descriptors,
-    send_message,
 )
 from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import BackendUnavailable
@@ -36,13 +41,21 @@ ACCEPT_PAUSE_S = 0.2
 
 @dataclass(eq=False)
 class Incoming:
-    """A writer's connection. `epoch` is None until its hello came; `released`: it says that it has unmapped all."""
+    """A writer's connection. `epoch` is None until its hello came; `released`: it says that it has unmapped all.
+
+    pid: of the process that connected. due: by when its hello must have come, then by when it must have taken what it
+    is given, which is `out` and after that `fds`; None once that is done. refused: it is given nothing but the reason.
+    """
 
     sock: socket.socket
     pidfd: int | None
-    hello_by: float
+    pid: int
+    due: float | None
     pending: bytes = b""
+    out: bytes = b""
+    fds: tuple[int, ...] = ()
     epoch: int | None = None
+    refused: bool = False
     released: bool = False
 
     def harmless(self) -> bool:
@@ -52,9 +65,8 @@ class Incoming:
     def close(self) -> None:
         """Close what is held of it."""
         self.sock.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        pidfd, self.pidfd = self.pidfd, None
+        give_back([pidfd] if pidfd is not None else [])
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,7 @@ class Listener:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
+        self._home = Home("the backend", "local")
         self.exports = Exports()
         self._lock = threading.Lock()
         self._open: dict[int, Incoming] = {}  # by descriptor of the socket
@@ -85,6 +98,8 @@ class Listener:
         except OSError:
             os.close(self._stop_fd)
             raise
+        # Inherited by every connection: what a fork of a writer says on the socket that they share is not its word.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind(self.name)
         self._socket.listen(128)
         self._socket.setblocking(False)
@@ -118,11 +133,21 @@ class Listener:
                 self._admitted.add(epoch)
 
     def close(self) -> None:
-        """Stop serving and join the thread. Idempotent."""
+        """Stop serving and join the thread. Idempotent. In a fork, where that thread is not, only hang up."""
+        if not self._home.here:
+            self._socket.close()
+            give_back([self._stop_fd])
+            for one in {*self._open.values(), *(one for many in self._holders.values() for one in many)}:
+                one.close()
+            return
         if not self._thread.is_alive():
             return
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
+        # Else writers would not hear of it for as long as a fork of this process lives.
+        for sock in (self._socket, *(one.sock for one in self._open.values())):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         os.close(self._stop_fd)
         with self._lock:
@@ -136,21 +161,23 @@ class Listener:
 
     def _run(self) -> None:
         while True:
-            due = [one.hello_by for one in self._open.values() if one.epoch is None]
+            due = [one.due for one in self._open.values() if one.due is not None]
             late = min([*due, *([] if self._paused_until is None else [self._paused_until])], default=None)
             wait_ms = None if late is None else max(1, int((late - time.monotonic()) * 1000))
-            for fd, _ in self._poller.poll(wait_ms):
+            for fd, events in self._poller.poll(wait_ms):
                 if fd == self._stop_fd:
                     return
                 if fd == self._socket.fileno():
                     self._accept()
-                elif fd in self._open:
+                if events & select.POLLOUT and fd in self._open:
+                    self._give(self._open[fd])
+                if events & ~select.POLLOUT and fd in self._open:
                     self._heard(self._open[fd])
             now = time.monotonic()
             if self._paused_until is not None and self._paused_until <= now:
                 self._paused_until = None
                 self._poller.register(self._socket, select.POLLIN)
-            for one in [one for one in self._open.values() if one.epoch is None and one.hello_by < now]:
+            for one in [one for one in self._open.values() if one.due is not None and one.due < now]:
                 self._drop(one)
 
     def _accept(self) -> None:
@@ -162,11 +189,12 @@ class Listener:
                 self._poller.unregister(self._socket)
             return
         try:
+            pid = peer_pid(sock)
             pidfd, uid = open_pidfd(sock)
         except OSError:
             sock.close()
             return
-        one = Incoming(sock, pidfd, time.monotonic() + HELLO_WITHIN_S)
+        one = Incoming(sock, pidfd, pid, time.monotonic() + HELLO_WITHIN_S)
         if uid != os.geteuid() or len(self._open) >= MAX_CONNECTIONS:
             one.close()
             return
@@ -179,16 +207,15 @@ class Listener:
 
     def _heard(self, one: Incoming) -> None:
         try:
-            data = one.sock.recv(MAX_HELLO_BYTES)
+            data, sender = receive_from(one.sock, MAX_HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if one.epoch is not None:
-            # A writer says one thing after its hello, before it closes.
-            one.released = one.released or data == GOODBYE
-            if not data or not one.released:
-                self._drop(one)
+            data, sender = b"", one.pid
+        if data and sender != one.pid:
+            return
+        if one.epoch is not None or one.refused:
+            self._take_leave(one, data)
             return
         one.pending += data
         if not data or len(one.pending) > MAX_HELLO_BYTES:
@@ -196,37 +223,64 @@ class Listener:
             return
         length = int.from_bytes(one.pending[:4], "little")
         if len(one.pending) >= 4 + length:
-            self._answer(one, one.pending[4 : 4 + length])
+            body, rest = one.pending[4 : 4 + length], one.pending[4 + length :]
+            self._answer(one, body)
+            if rest and one.sock.fileno() in self._open:
+                self._take_leave(one, rest)
+
+    def _take_leave(self, one: Incoming, data: bytes) -> None:
+        """A writer says one thing after its hello, before it closes."""
+        one.released = one.released or data == GOODBYE
+        if not data or not one.released:
+            self._drop(one)
 
     def _answer(self, one: Incoming, body: bytes) -> None:
         try:
             hello = msgspec.msgpack.decode(body, type=Hello)
-            one.sock.settimeout(SEND_WITHIN_S)
-            with self._lock:
-                answer = self._judge(hello)
-                if not answer.refusal:
-                    # Before the first descriptor leaves: `revoke` must know of it.
-                    one.epoch = hello.epoch
-                    self._revoked.pop(hello.epoch, None)
-                    self._admitted.discard(hello.epoch)
-                    self._holders.setdefault(hello.epoch, []).append(one)
-            send_message(one.sock, answer)
-            if answer.refusal:
-                self._drop(one)
-                return
-            send_descriptors(one.sock, self.exports.fds)
-            one.sock.setblocking(False)
-        except (OSError, msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, RecursionError):
+            self._drop(one)
+            return
+        with self._lock:
+            exports = self.exports
+            answer = self._judge(hello, exports)
+            if not answer.refusal:
+                # Before the first descriptor leaves: `revoke` must know of it.
+                one.epoch = hello.epoch
+                self._revoked.pop(hello.epoch, None)
+                self._admitted.discard(hello.epoch)
+                self._holders.setdefault(hello.epoch, []).append(one)
+        one.refused = bool(answer.refusal)
+        one.out, one.fds = pack_message(answer), () if one.refused else exports.fds
+        one.due = time.monotonic() + SEND_WITHIN_S
+        self._give(one)
+
+    def _give(self, one: Incoming) -> None:
+        """Send what is left for this writer as far as it takes it: the others do not wait for one that does not."""
+        try:
+            while one.out:
+                one.out = one.out[one.sock.send(one.out) :]
+            while one.fds:
+                send_descriptors(one.sock, one.fds[:FDS_A_MESSAGE])
+                one.fds = one.fds[FDS_A_MESSAGE:]
+        except BlockingIOError:
+            self._poller.modify(one.sock, select.POLLIN | select.POLLOUT)
+            return
+        except OSError:
+            self._drop(one)
+            return
+        one.due = None
+        self._poller.modify(one.sock, select.POLLIN)
+        if one.refused:
             self._drop(one)
 
-    def _judge(self, hello: Hello) -> Welcome:
+    def _judge(self, hello: Hello, exports: Exports) -> Welcome:
         if hello.version != VERSION:
             return Welcome(f"local backend version {hello.version} is not {VERSION}", "version_unsupported")
         if hello.wants != self._epoch:
             return Welcome(f"incarnation {hello.wants:#x} is gone, this is {self._epoch:#x}", "epoch_stale")
         if hello.admission <= self._revoked.get(hello.epoch, -1):
             return Welcome(f"incarnation {hello.epoch:#x} was revoked here", "epoch_stale")
-        return Welcome(segments=self.exports.segments)
+        return Welcome(segments=exports.segments)
 
     def _drop(self, one: Incoming) -> None:
         """Close the connection. Whoever was given memory stays on record until it is proven harmless."""

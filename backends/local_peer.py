@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_pd.backends.base import Peer, Segment
-from sglang_pd.backends.local_link import GOODBYE, Connection, is_dead
+from sglang_pd.backends.home import Home, give_back
+from sglang_pd.backends.local_link import GOODBYE, is_dead
 from sglang_pd.backends.local_memory import HostMemory, map_peer_memory
 from sglang_pd.backends.local_transfer import LocalTransfer
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.errors import PdError, TransferError
 
 if TYPE_CHECKING:
+    from sglang_pd.backends.local_connect import Connection
     from sglang_pd.backends.local_cuda import CudaSide, PeerMemory
 
 
@@ -29,6 +31,7 @@ class LocalPeer(Peer):
         self.cuda: CudaSide | None = None
         self.host_memory: list[HostMemory] = []
         self.device_memory: PeerMemory | None = None
+        self._home = Home("the peer", f"local, {epoch:#x}")
         self._sock = connection.sock
         self._pidfd = connection.pidfd
         self._lost: PdError | None = None
@@ -74,8 +77,15 @@ class LocalPeer(Peer):
             one.cancel(cause)
 
     def close(self) -> None:
-        """Unmap the peer's memory, tell it so, and hang up. Only when `quiet`. Idempotent."""
+        """Unmap the peer's memory, tell it so, and hang up. Only when `quiet`. Idempotent.
+
+        In a fork nothing is said: the parent may write on, and the peer would take its memory for free. Nor is anything
+        unmapped: forks have no such mapping, and what lies at the same addresses is their own.
+        """
         if self._sock.fileno() < 0:
+            return
+        if not self._home.here:
+            self._hang_up()
             return
         self._lost = self._lost or TransferError(
             "the peer was disconnected", code="peer_lost", where=f"{self.epoch:#x}"
@@ -86,14 +96,16 @@ class LocalPeer(Peer):
             memory.mapping.close()
         self.host_memory.clear()
         try:
-            self._sock.settimeout(0.5)
-            self._sock.sendall(GOODBYE)
+            self._sock.send(GOODBYE)
+            self._sock.shutdown(socket.SHUT_RDWR)  # a fork that has the socket too must not keep it open
         except OSError:
             pass  # it is gone, and needs no goodbye
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         self._sock.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
+        pidfd, self._pidfd = self._pidfd, None
+        give_back([pidfd] if pidfd is not None else [])
 
 
 def open_peer(

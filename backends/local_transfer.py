@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sglang_pd.backends.base import Transfer, TransferState
+from sglang_pd.backends.home import fork_count, unknown_in_fork
 from sglang_pd.protocol.errors import PdError, TransferError
 
 
@@ -89,6 +90,7 @@ class LocalTransfer(Transfer):
         self._deadline = deadline
         self._parts = list(parts)
         self._error = failed
+        self._forks = fork_count()
         self._state = TransferState.PENDING
         if failed is not None:
             self._state = TransferState.FAILED
@@ -99,6 +101,9 @@ class LocalTransfer(Transfer):
         """See `Transfer`. Past the deadline what has not started is dropped, so that the transfer soon is FAILED."""
         if self._state in (TransferState.DONE, TransferState.FAILED):
             return self._state
+        if fork_count() != self._forks:
+            self._error = self._error or unknown_in_fork("local")
+            return TransferState.UNKNOWN
         late = self._state is TransferState.PENDING and time.monotonic() > self._deadline
         if late:  # before a look at the parts, which starts those whose event has come
             self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))

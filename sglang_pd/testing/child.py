@@ -5,10 +5,13 @@ A process that created UCX dies with SIGSEGV in its exit handlers, so no child e
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -24,6 +27,9 @@ from sglang_pd.testing import memory
 from sglang_pd.testing.events import device_tensor, late_event
 from sglang_pd.testing.pattern import batch_from_wire
 from sglang_pd.testing.wire import Channel, ChannelClosed
+
+FORK_WITHIN_S = 20
+"""A fork that has not ended by then waits for threads that it does not have, and is killed."""
 
 POLL_INTERVAL_S = 0.0002
 """Pause between two polls while a command waits for something."""
@@ -89,6 +95,78 @@ class Child:
         target = self._peers[peer]
         self._pump(lambda: target.lost is not None, within_s)
         return target.lost.info() if target.lost else None
+
+    def fork(self, peer: int, batch: dict[str, bytes], threaded: bool) -> dict[str, Any]:
+        """Fork with a transfer to `peer` posted (0: none). The fork tries every call, closes everything and drops it.
+
+        Exit status of the fork and its words, the calls that it was not refused, the transfer's state there and here.
+        """
+        posted = self._live.write(self._peers[peer], batch_from_wire(batch)) if peer else None
+        found: dict[str, Any] = {}
+
+        def fork() -> None:
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                self._be_fork(write, peer, posted)
+            os.close(write)
+            with os.fdopen(read, "rb") as stream:
+                words = stream.read().decode()
+            found["status"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            found["seen"], _, rest = words.partition("|")
+            found["accepted"], _, found["words"] = rest.partition("|")
+
+        thread = threading.Thread(target=fork)
+        if threaded:
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        if posted is not None:
+            self._pump(lambda: posted.poll() is not TransferState.PENDING, 30.0)
+            found["state"] = posted.poll().value
+        return found
+
+    def _be_fork(self, write: int, peer: int, posted: Transfer | None) -> None:
+        """The fork's whole life."""
+        code = 1
+        try:
+            signal.alarm(FORK_WITHIN_S)
+            seen = posted.poll().value if posted is not None else ""
+            os.write(write, f"{seen}|{' '.join(self._accepted(peer))}|".encode())
+            self.close()
+            self._backend, self._segments = None, ()
+            self._peers.clear()
+            self._transfers.clear()
+            gc.collect()
+            code = 0
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+
+    def _accepted(self, peer: int) -> list[str]:
+        """Calls of the backend that raise no `PdError`."""
+        live = self._live
+        calls: dict[str, Callable[[], object]] = {
+            "allocate": lambda: live.allocate(4096),
+            "describe": live.describe,
+            "revoke": lambda: live.revoke(1),
+            "admit": lambda: live.admit(1),
+            "progress": live.progress,
+            "wakeup_fd": live.wakeup_fd,
+        }
+        if peer:
+            known = self._peers[peer]
+            calls |= {"fence": lambda: live.fence(known), "disconnect": lambda: live.disconnect(known)}
+        accepted = []
+        for name, call in calls.items():
+            try:
+                call()
+            except PdError:
+                continue
+            accepted.append(name)
+        return accepted
 
     # memory
 

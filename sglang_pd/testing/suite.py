@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from sglang_pd.testing import cases_bounds, cases_bytes, cases_cost, cases_fence, cases_peers
+from sglang_pd.testing import cases_bounds, cases_bytes, cases_cost, cases_fence, cases_forks, cases_peers
 from sglang_pd.testing.case import CASES, Case, Figures
 from sglang_pd.testing.lab import BackendSpec, CaseSkipped, ConformanceFailure, Lab, RemoteRefusal
 
-MODULES = (cases_bytes, cases_bounds, cases_peers, cases_fence, cases_cost)
+MODULES = (cases_bytes, cases_bounds, cases_peers, cases_fence, cases_forks, cases_cost)
 """Where the cases are; importing them fills `CASES`."""
 
 

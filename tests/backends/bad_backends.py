@@ -1,10 +1,13 @@
-"""Six backends that break the contract, each in one way, over the local one. The suite must fail every one of them.
+"""Backends that break the contract, each in one way, over the local one. The suite must fail every one of them.
 
 Chosen by option `mode`. Not a test module: the suite's child processes import it by name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -111,6 +114,26 @@ class NeverFences(BadBackend):
         return False
 
 
+class HangsUpInFork(BadBackend):
+    """Its fork ends the parent's connections when it closes."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.pid = os.getpid()
+        self.peers: list[Peer] = []
+
+    def bad_write(self, peer: Peer, batch: WriteBatch) -> Transfer:
+        self.peers = [peer]
+        return super().bad_write(peer, batch)
+
+    def close(self) -> None:
+        if os.getpid() != self.pid:
+            with contextlib.suppress(OSError):  # the second time
+                for peer in self.peers:
+                    peer._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        super().close()
+
+
 class AlwaysUnknown(BadBackend):
     """Moves everything and never says so."""
 
@@ -126,6 +149,7 @@ MODES = {
     "loses_one": LosesOne,
     "writes_after_fence": WritesAfterFence,
     "never_fences": NeverFences,
+    "hangs_up_in_fork": HangsUpInFork,
     "always_unknown": AlwaysUnknown,
 }
 

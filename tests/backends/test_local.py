@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import signal
 import socket
 import struct
 import threading
@@ -12,27 +13,21 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
+from support.forks import in_fork
+from support.local_backends import SIZE, answer, door, eventually, hello, make
 
 from sglang_pd.backends import local_link, local_listener
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.local import LocalBackend
-from sglang_pd.backends.local_link import Hello, Welcome, host_identity, pack_address, receive_message, unpack_address
+from sglang_pd.backends.local_link import Welcome, host_identity, pack_address, unpack_address
 from sglang_pd.backends.local_memory import map_peer_memory
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 from sglang_pd.testing.memory import fill, read_bytes, write_bytes
 from sglang_pd.testing.pattern import Ranges, apply_batch, make_batch, pages
 
-SIZE = 1 << 22
 NESTED = struct.pack("<I", 4_004) + b"\x81\xa1x" + b"\x91" * 4_000 + b"\xc0"
 """A message with an unknown field that is nested deeper than the decoder goes."""
-
-
-def make(epoch: int) -> LocalBackend:
-    backend = create_backend("local", epoch=epoch)
-    assert isinstance(backend, LocalBackend)
-    backend.register([backend.allocate(SIZE)])
-    return backend
 
 
 @pytest.fixture
@@ -41,16 +36,6 @@ def pair() -> Iterator[tuple[LocalBackend, LocalBackend]]:
     yield writer, target
     writer.close()
     target.close()
-
-
-def eventually(condition: object, within_s: float = 10.0) -> bool:
-    assert callable(condition)
-    end = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 class Never:
@@ -125,18 +110,6 @@ def test_a_finished_copy_wakes_the_owner(pair: tuple[LocalBackend, LocalBackend]
     assert eventually(lambda: transfer.poll() is TransferState.DONE)
 
 
-def door(target: LocalBackend) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(5.0)
-    sock.connect(unpack_address(target.describe()).socket_name)
-    return sock
-
-
-def hello(version: int = local_link.VERSION, wants: int = 22) -> bytes:
-    body = msgspec.msgpack.encode(Hello(version, 77, wants))
-    return struct.pack("<I", len(body)) + body
-
-
 @pytest.mark.parametrize(
     "said",
     [b"\xff" * 16, b"\x05\0\0\0hello", struct.pack("<I", 2**31), b"\0\0\0\0", b"G" * 8000, NESTED],
@@ -172,7 +145,7 @@ def test_a_wrong_hello_is_told_why(
 ) -> None:
     with door(pair[1]) as sock:
         sock.sendall(hello(version, wants))
-        assert receive_message(sock, Welcome, 4096, 5.0).code == code
+        assert answer(sock).code == code
 
 
 def test_a_writer_whose_process_is_not_visible_is_never_proven_gone(
@@ -181,7 +154,7 @@ def test_a_writer_whose_process_is_not_visible_is_never_proven_gone(
     monkeypatch.setattr(local_listener, "open_pidfd", lambda sock: (None, os.geteuid()))
     with door(pair[1]) as sock:
         sock.sendall(hello())
-        assert receive_message(sock, Welcome, 4096, 5.0).refusal == ""
+        assert answer(sock).refusal == ""
     assert eventually(lambda: not pair[1]._listener._open)
     assert not pair[1].revoke(77), "it hung up without a goodbye, and may live in another PID namespace"
 
@@ -298,7 +271,7 @@ def test_the_door_rests_while_no_descriptor_is_free(pair: tuple[LocalBackend, Lo
             assert 1 <= len(knocks) <= 5, "it spins"
         sock.settimeout(5.0)
         sock.sendall(hello())
-        assert receive_message(sock, Welcome, 1 << 20, 5.0).refusal == ""
+        assert answer(sock).refusal == ""
 
 
 def test_memory_that_could_shrink_is_not_mapped() -> None:
@@ -430,3 +403,92 @@ def test_without_threads_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BackendUnavailable, match="thread"):
         create_backend("local", epoch=1)
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # the listing's own
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_fork_that_closes_everything_proves_nothing_of_its_parent(
+    pair: tuple[LocalBackend, LocalBackend], threaded: bool
+) -> None:
+    """It said goodbye on the socket that it shares with its parent, whose write then landed in released memory."""
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    switch = Switch()
+    transfer = writer.write(peer, pages(1, 64, 16384, (SIZE,), (SIZE,)), after=switch)
+
+    def unwind() -> str:
+        with writer, target:
+            state = transfer.poll()
+        return state.value
+
+    assert in_fork(unwind, threaded=threaded) == "unknown"
+    time.sleep(0.2)  # what a fork says is heard at once
+    assert not target.revoke(11) and not target.revoke(11)
+    assert transfer.poll() is TransferState.PENDING and peer.lost is None
+    switch.happened.set()
+    assert eventually(lambda: transfer.poll() is TransferState.DONE)
+    assert target._listener._thread.is_alive()
+    writer.disconnect(peer)
+    assert eventually(lambda: target.revoke(11)), "its own goodbye counts"
+
+
+def test_a_goodbye_that_a_fork_says_all_the_same_is_not_believed(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    """Another release, or a program that has the descriptor, may say it: the kernel tells who did."""
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    assert in_fork(lambda: peer._sock.send(local_link.GOODBYE)) == "1"
+    time.sleep(0.2)
+    assert not target.revoke(11) and peer.lost is None
+    writer.disconnect(peer)
+    assert eventually(lambda: target.revoke(11))
+
+
+def test_a_fork_takes_no_news_from_its_parent(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    wakeup = writer.wakeup_fd()
+    assert wakeup is not None
+    transfer = writer.write(peer, pages(1, 200, 16384, (SIZE,), (SIZE,)))
+    assert eventually(lambda: transfer.poll() is TransferState.DONE)
+    for call in (writer.progress, lambda: writer.disconnect(peer), lambda: writer.fence(peer)):
+        assert "not to its fork" in in_fork(call)
+    in_fork(writer.close)
+    assert local_link.is_dead(wakeup), "the parent's news is still there"
+    writer.progress()
+    target.close()
+    assert eventually(lambda: local_link.is_dead(wakeup)), "and it still watches its peer"
+
+
+def test_a_fork_that_lives_on_keeps_nobodys_connection_open(pair: tuple[LocalBackend, LocalBackend]) -> None:
+    writer, target = pair
+    peer = writer.connect(target.describe(), 22)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        target.close()
+        assert eventually(lambda: peer.lost is not None)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_closing_in_a_fork_hangs_up_there_alone() -> None:
+    def descriptors() -> list[str]:
+        """Without memory: it stays mapped, and each mapping has a descriptor of its own."""
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        kinds = [os.readlink(link).partition(":")[0] for link in links if os.path.lexists(link)]
+        return sorted(kind for kind in kinds if kind != "/memfd")
+
+    before = in_fork(descriptors)
+    with make(11) as writer, make(22) as target:
+        writer.connect(target.describe(), 22)
+        blob = target.describe()
+
+        def close() -> list[str]:
+            writer.close()
+            target.close()
+            return descriptors()
+
+        assert in_fork(close) == before
+        assert writer.connect(blob, 22).lost is None
