@@ -46,6 +46,7 @@ CODES: dict[str, CodeFacts] = {
     "feature_unsupported": CodeFacts("the peer requires a feature that is not spoken here", 400, False),
     "peer_incompatible": CodeFacts("two instances cannot hand over exactly; the verdict lists why", 409, False),
     "peer_unknown": CodeFacts("no verdict exists for that instance", 404, True),
+    "peer_duplicate": CodeFacts("ranks of that manifest speak in another conversation, which stands", 409, True),
     "epoch_stale": CodeFacts("the message speaks of an incarnation that is gone", 409, True),
     # planning
     "coverage_incomplete": CodeFacts("the plans do not write every live byte exactly once", 500, False),

@@ -73,14 +73,17 @@ class Conversation:
     epoch, own_epoch: what the peer and this side call themselves here. One that a peer lost never returns to it, so two
     processes that lost each other and live (a broken link, a stopped process) speak anew under new ones.
     incarnation: the peer's `InstanceManifest.epoch`, 0 while unknown.
-    address: where this side calls, empty for callers. wanted: keep calling it, rooms or not. paired: what the own ranks
-    said of their connections. renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt),
-    while the old one stands.
+    address: where this side calls, empty for callers. server_key: the CURVE key it was given to call there. aliases:
+    other addresses at which the same instance answered. wanted: keep calling it, rooms or not. paired: what the own
+    ranks said of their connections. renewal: the handshake of a new manifest of the same incarnation (a backend was
+    rebuilt), while the old one stands.
     """
 
     party: Party
     source: bool
     address: str = ""
+    server_key: bytes | None = None
+    aliases: set[str] = field(default_factory=set)
     stage: Stage = Stage.CALLING
     own_epoch: int = field(default_factory=new_epoch)
     wanted: bool = False
@@ -104,6 +107,7 @@ class Conversation:
         return {
             "instance": self.instance,
             "address": self.address,
+            "aliases": sorted(self.aliases),
             "role": "decode" if self.source else "prefill",
             "stage": self.stage.value,
             "epoch": f"{self.incarnation:016x}" if self.incarnation else None,

@@ -71,6 +71,8 @@ class Link:
         self._next = 0
         self._out: dict[Party, list[bytes]] = {}
         self.counts: Counter[str] = Counter()
+        self.gone: set[Party] = set()
+        """Callers whose connection the last `flush` found closed: nobody will ever speak from there again."""
         self._zap: zmq.Socket[bytes] | None = None
         if curve is not None:
             # One authenticator a context: libzmq asks it about every new connection, before any message passes.
@@ -156,6 +158,7 @@ class Link:
     def flush(self) -> None:
         """Let everything queued leave. What cannot is dropped and counted: no such party, or its queue is full."""
         self._home.check()
+        self.gone.clear()
         while self._out:
             party, frames = self._out.popitem()
             for batch in _batches(frames):
@@ -167,8 +170,10 @@ class Link:
                 self._dealers[party.number].send_multipart(frames, zmq.DONTWAIT)
             else:
                 self._routers[party.socket].send_multipart([party.identity, *frames], zmq.DONTWAIT)
-        except (zmq.ZMQError, KeyError):
+        except (zmq.ZMQError, KeyError) as error:
             self.counts["send_dropped"] += len(frames)
+            if isinstance(party, Caller) and getattr(error, "errno", None) == zmq.EHOSTUNREACH:
+                self.gone.add(party)
 
     def receive(self, ready: set[object] | None = None, most: int = MAX_FRAMES_A_TURN) -> Iterator[tuple[Party, bytes]]:
         """Frames that are there now, batches that begin within the first `most` of a socket. Too large a batch is

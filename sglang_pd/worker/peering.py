@@ -6,6 +6,7 @@ another one from then on. An answer of another epoch, or one who does not know u
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -28,10 +29,9 @@ from sglang_pd.worker.conversation import (
     read_manifest,
 )
 from sglang_pd.worker.link import Called, Link, Party
+from sglang_pd.worker.names import FORGET_CALL_S, Names
 
 REFUSALS_PER_S: Final = 200
-FORGET_CALL_S: Final = 30.0
-"""An address that nobody answers at is called for so long after somebody wanted it."""
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
 
@@ -65,9 +65,11 @@ class Peering:
         self.own = own
         self._link = link
         self._heard = heard
-        self._called: dict[str, Conversation] = {}
+        self._names = Names()
         self._callers: OrderedDict[Party, Conversation] = OrderedDict()
         self._by_epoch: dict[int, Conversation] = {}
+        self._by_rank: dict[int, Conversation] = {}
+        """Who speaks for a rank, by the rank's epoch, of agreed conversations."""
         self._sequence = 0
         self._refusals_left = float(REFUSALS_PER_S)
         self._refilled_s = float("inf")
@@ -81,12 +83,12 @@ class Peering:
 
         wanted: keep calling while nobody answers; otherwise this ends `FORGET_CALL_S` after the last call of this.
         """
-        talk = self._called.get(address)
+        talk = self._names.use(address, now_s, wanted=wanted)
         if talk is None:
             party = self._link.call(address, server_key)
-            talk = Conversation(party, source=False, address=address)
-            self._called[address] = talk
-        talk.used_s, talk.wanted = now_s, talk.wanted or wanted
+            talk = Conversation(party, source=False, address=address, server_key=server_key)
+            talk.used_s, talk.wanted = now_s, wanted
+            self._names.add(talk)
         return talk
 
     def talk_with(self, epoch: int) -> Conversation | None:
@@ -95,7 +97,7 @@ class Peering:
 
     def all(self) -> list[Conversation]:
         """Every conversation."""
-        return [*self._called.values(), *self._callers.values()]
+        return [*self._names.all(), *self._callers.values()]
 
     def send(self, epoch: int, message: Message) -> None:
         """To an agreed peer; dropped and counted when there is none."""
@@ -149,7 +151,7 @@ class Peering:
 
     def _find(self, party: Party) -> Conversation | None:
         if isinstance(party, Called):
-            return next((talk for talk in self._called.values() if talk.party == party), None)
+            return self._names.find(party)
         return self._callers.get(party)
 
     def _on_hello(self, party: Party, talk: Conversation | None, epoch: int, message: Hello, now_s: float) -> None:
@@ -163,14 +165,47 @@ class Peering:
                 talk.stage = Stage.AGREED
                 return
             if talk.epoch == epoch:
-                self._say(talk, answer(self.own, talk.renew(), epoch, message))
+                self._say(talk, self._answer(talk, talk.renew(), epoch, message))
                 return
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
         if talk is None or (talk.epoch, talk.manifest_digest) != (epoch, message.manifest_digest):
             talk = Conversation(party, source=True)
             self._make_room()
             self._callers[party] = talk
-        self._say(talk, answer(self.own, talk, epoch, message))
+        self._say(talk, self._answer(talk, talk, epoch, message))
+
+    def _answer(self, talk: Conversation, current: Conversation, epoch: int, message: Hello) -> HelloReply:
+        reply = answer(self.own, current, epoch, message)
+        try:
+            self._check_single(talk, current)
+        except RemoteProtocolError:
+            if current is talk:
+                self._callers.pop(talk.party, None)
+            talk.renewal = None
+            raise
+        return reply
+
+    def _check_single(self, talk: Conversation, current: Conversation) -> None:
+        """Refuse ranks that another conversation, or this instance itself, speaks for.
+
+        Bytes of the one's rooms would be written to where the other's index lists say.
+        """
+        ranks = current.manifest.ranks if current.manifest is not None else ()
+        own = {rank.epoch for rank in self.own.manifest.ranks}
+        for rank in ranks:
+            other = self._by_rank.get(rank.epoch)
+            if rank.epoch not in own and (other is None or other is talk):
+                continue
+            holder = other.instance if other is not None else self.own.manifest.instance_id
+            raise RemoteProtocolError(
+                "a rank of that manifest speaks in another conversation, which stands",
+                code="peer_duplicate",
+                where=current.instance,
+                expected="ranks of its own",
+                actual=f"rank {rank.rank} (epoch {rank.epoch:016x}) of {holder}",
+                hint="After a broken connection it comes in once the former conversation is given up.",
+                conversation=f"{other.epoch if other is not None else 0:016x}",
+            )
 
     def _make_room(self) -> None:
         """Bound what callers can make this side keep, before one more comes."""
@@ -187,11 +222,31 @@ class Peering:
         if current.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
             self.counts["late_replies"] += 1
             return
-        if current is talk and self._heard.unproven(read_manifest(message.manifest, message.manifest_digest)):
-            self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
-            return
+        if current is talk:
+            manifest = read_manifest(message.manifest, message.manifest_digest)
+            if self._merged(talk, self._same_ranks(manifest)):
+                return
+            if self._heard.unproven(manifest):
+                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
+                return
         self._say(talk, confirm(self.own, current, epoch, message))
         self._settled(talk, current)
+
+    def _same_ranks(self, manifest: InstanceManifest) -> Conversation | None:
+        """The agreed conversation of exactly these ranks."""
+        other = self._by_rank.get(manifest.epoch)
+        if other is None or other.manifest is None:
+            return None
+        same = [rank.epoch for rank in other.manifest.ranks] == [rank.epoch for rank in manifest.ranks]
+        return other if same else None
+
+    def _merged(self, talk: Conversation, other: Conversation | None) -> bool:
+        """True when the instance at `talk`'s address speaks with this side already, which knows it by another name."""
+        if other is None or other is talk or other.source or other.stage is not Stage.AGREED:
+            return False
+        self._names.merge(talk, other)
+        self._link.hang_up(talk.party)
+        return True
 
     def _on_confirm(self, talk: Conversation, message: HelloConfirm) -> None:
         current = talk.renewal or talk
@@ -202,21 +257,28 @@ class Peering:
     def restate(self, own: Self) -> None:
         """This side states something new of itself to those who come from now on; with the others all stands."""
         self.own = own
-        for talk in self._called.values():
+        for talk in self._names.all():
             if talk.stage is not Stage.AGREED:
                 talk.restart()
 
     def renew(self, own: Self) -> None:
         """This side states something new of itself under the same epoch. Those it calls are told; rooms stay."""
         self.restate(own)
-        for talk in self._called.values():
+        for talk in self._names.all():
             if talk.stage is Stage.AGREED:
                 talk.renew()
                 talk.next_send_s = NOW_S
 
     def _settled(self, talk: Conversation, current: Conversation) -> None:
+        if current.stage is Stage.AGREED:
+            try:
+                self._check_single(talk, current)  # several may have been offered the same
+            except RemoteProtocolError as error:
+                current.stage, current.pairing, current.error = Stage.REFUSED, None, error.info()
         if current is not talk and current.stage is Stage.AGREED:
+            self._index(talk, False)
             talk.adopt(current)
+            self._index(talk, True)
             self._heard.renewed(talk)
             return
         if current is not talk:
@@ -233,12 +295,23 @@ class Peering:
             talk.stage = Stage.REFUSED
             raise RemoteProtocolError("that incarnation talks to us already", code="epoch_stale", actual=talk.epoch)
         self._by_epoch[talk.epoch] = talk
+        self._index(talk, True)
         self._heard.agreed(talk)
+
+    def _index(self, talk: Conversation, speaks: bool) -> None:
+        for rank in talk.manifest.ranks if talk.manifest is not None else ():
+            if speaks:
+                self._by_rank[rank.epoch] = talk
+            elif self._by_rank.get(rank.epoch) is talk:
+                del self._by_rank[rank.epoch]
 
     def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
         self.counts[f"refusals_{message.error.code if message.error.code in CODES else 'other'}"] += 1
         if talk.stage is Stage.AGREED and message.error.code in ("peer_unknown", "epoch_stale"):
             self._drop(talk, ErrorInfo(code="peer_lost", message="the peer does not know this side any more"))
+        elif message.error.code == "peer_duplicate" and talk.address and talk.stage is not Stage.AGREED:
+            talk.error = message.error
+            self._merged(talk, self._names.speaking_as(message.error.details.get("conversation", "")))
         elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
             talk.error = message.error
             if message.error.code not in ("draining", "internal"):
@@ -283,7 +356,9 @@ class Peering:
         epoch, agreed = talk.epoch, talk.stage is Stage.AGREED
         if self._by_epoch.get(epoch) is talk:
             del self._by_epoch[epoch]
+        self._index(talk, False)
         if talk.address:
+            self._names.part(talk)
             talk.restart()
         else:
             talk.stage = Stage.LOST
@@ -298,7 +373,15 @@ class Peering:
             self._drop(talk, error)
 
     def tick(self, now_s: float, rooms_with: Callable[[int], int]) -> None:
-        """Say what is due: Hello while not answered, a heartbeat where agreed."""
+        """Say what is due: Hello while not answered, a heartbeat where agreed. Whose connection closed is given up."""
+        self._names.expire(now_s)
+        for address, key in list(self._names.owed.items()):
+            with contextlib.suppress(PdError):  # no socket is left: once more at the next turn
+                self.call(address, key, now_s, wanted=True)
+        for party in self._link.gone:
+            if (closed := self._callers.get(party)) is not None:
+                # Its ranks must not wait for the end of the liveness duration to come in over another connection.
+                self._drop(closed, ErrorInfo(code="peer_lost", message="the peer's connection was closed"))
         for talk in self.all():
             if now_s < talk.next_send_s:
                 continue
@@ -315,7 +398,7 @@ class Peering:
                 if talk.renewal is not None and talk.address:
                     self._say(talk, hello(self.own))
             elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
-                del self._called[talk.address]
+                self._names.forget(talk)
                 self._link.hang_up(talk.party)
             elif talk.address and not self.draining:
                 refused = talk.stage is Stage.REFUSED

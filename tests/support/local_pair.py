@@ -25,7 +25,7 @@ CONFIG = ControlConfig(instance_id="one", model="test", verify="full", peer_wait
 class Side:
     """One endpoint, and every event it gave."""
 
-    def __init__(self, kind: type[Any], name: str) -> None:
+    def __init__(self, kind: type[Any], name: str, **config: Any) -> None:
         layout = layout_rank(StateSpec((KV,), layers=2), Capacity(32 * PAGE, PAGE), Topology(), RankId(0, 0))
         self.backend = create_backend("local", epoch=new_epoch())
         self.scope = Scope(self.backend)
@@ -33,7 +33,7 @@ class Side:
         self.pools = RankPools(layout, segments)
         self.setup = RankSetup(backend=self.backend, components=layout.components, segments=segments)
         self.space = layout.roots.tokens.list_space
-        self.at = kind(replace(CONFIG, instance_id=name), self.setup)
+        self.at = kind(replace(CONFIG, instance_id=name, **config), self.setup)
         self.events: list[RoomEvent] = []
 
     def lists(self, first: int = 1) -> IndexLists:
@@ -63,8 +63,9 @@ class Side:
 class LocalPair:
     """A prefill and a decode that know each other."""
 
-    def __init__(self) -> None:
-        self.prefill, self.decode = Side(PrefillEndpoint, "prefill-0"), Side(DecodeEndpoint, "decode-0")
+    def __init__(self, **config: Any) -> None:
+        self.prefill = Side(PrefillEndpoint, "prefill-0", **config)
+        self.decode = Side(DecodeEndpoint, "decode-0", **config)
         self.address = self.prefill.at.address
         self.handles: dict[int, int] = {}
         """Of prefill, by room."""

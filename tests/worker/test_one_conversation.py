@@ -1,0 +1,118 @@
+"""One conversation for each peer: nobody states another's ranks, and one peer under two names is still one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.local_pair import IDS, LocalPair, Side
+from support.worker_pair import wait_until
+
+from sglang_pd import DecodeEndpoint
+from sglang_pd.memory.views import host_bytes
+from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.worker.peering import Peering
+
+
+@pytest.fixture
+def pair() -> Iterator[LocalPair]:
+    """Patient: whoever comes in again does so because of what it is told, not because the other was given up."""
+    both = LocalPair(liveness_s=60.0)
+    yield both
+    both.close()
+
+
+def peering(side: Side) -> Peering:
+    found = side.at.control.peering
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
+def on_loop(side: Side, call: Callable[[], Any]) -> None:
+    """Run on the side's control thread."""
+    done: list[bool] = []
+    side.at._loop.submit(lambda: (call(), done.append(True)))
+    wait_until(lambda: done)
+
+
+def memory(side: Side) -> list[Any]:
+    return [host_bytes(segment) for segment in side.setup.segments]
+
+
+@pytest.mark.parametrize("whose", ["another decode's", "prefill's own"])
+def test_nobody_states_the_ranks_of_another(pair: LocalPair, whose: str) -> None:
+    """Its rooms would be written into the other's memory, at pages that it chooses."""
+    pair.start(1)
+    pair.complete(1)
+    kept = pair.decode if whose == "another decode's" else pair.prefill
+    evil = Side(DecodeEndpoint, "evil", peer_wait_s=0.7)
+    try:
+        peering(evil).own = peering(kept).own
+        before = [segment.copy() for segment in memory(kept)]
+        for segment in memory(pair.prefill):
+            segment[:] = 0x77
+        if kept is pair.prefill:
+            before = [segment.copy() for segment in memory(kept)]
+        pair.prefill.at.request(2, IDS, pair.prefill.lists())
+        handle = evil.at.open(2, pair.address, IDS, evil.lists(8))
+        pair.prefill.at.send(2, 0, len(IDS), last=True)
+        pair.prefill.at.finish(2, len(IDS), b"record")
+        assert evil.released(2) == ["failed:peer_unknown", "releasable"]
+        (error,) = [event.error for event in evil.events if event.handle == handle and event.error]
+        assert "speaks in another conversation" in error.message
+        (talk,) = evil.at.peers()
+        assert talk["error"]["code"] == "peer_duplicate" and kept.at.control.config.instance_id in str(talk["error"])
+        assert all(np.array_equal(a, b) for a, b in zip(before, memory(kept), strict=True))
+        assert [peer["stage"] for peer in pair.prefill.at.peers()] == ["agreed"]
+    finally:
+        evil.close()
+
+
+def test_a_peer_whose_connection_was_closed_comes_in_over_another(pair: LocalPair) -> None:
+    """Its former conversation stands for a minute more, but nobody can speak there any more."""
+    pair.start(1)
+    pair.complete(1)
+
+    def reconnect() -> None:
+        (talk,) = peering(pair.decode).all()
+        pair.decode.at.link.hang_up(talk.party)
+        talk.party = pair.decode.at.link.call(talk.address)
+
+    on_loop(pair.decode, reconnect)
+    wait_until(lambda: pair.decode.at.stats().get("count_refusals_peer_unknown", 0) > 0)
+    wait_until(lambda: [peer["stage"] for peer in pair.decode.at.peers()] == ["agreed"])
+    pair.start(2)
+    pair.complete(2)
+    assert [peer["stage"] for peer in pair.prefill.at.peers()] == ["agreed"]
+
+
+@pytest.mark.parametrize("first", ["both at once", "one after the other"])
+def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first: str) -> None:
+    """When it is lost, the rooms of both names end and give their memory back, and both names serve again."""
+    one, other = pair.address, pair.address.replace("127.0.0.1", "localhost")
+    prefill, decode = pair.prefill, pair.decode
+    assert prefill.at.address == one
+    if first == "one after the other":
+        pair.start(9)
+        pair.complete(9)
+    decode.at.connect(other)
+    for room, address in ((1, one), (2, other)):
+        prefill.at.request(room, IDS, prefill.lists(3 * room))
+        decode.at.open(room, address, IDS, decode.lists(3 * room))
+    wait_until(lambda: prefill.at.stats()["rooms"] == 2 and len(decode.at.peers()) == 1)
+    (talk,) = decode.at.peers()
+    assert {talk["address"], *talk["aliases"]} == {one, other} and talk["stage"] == "agreed"
+    lost = ErrorInfo(code="peer_lost", message="the connection broke")
+    on_loop(decode, lambda: [peering(decode).give_up(talk.epoch, lost) for talk in peering(decode).all()])
+    assert decode.released(1) == decode.released(2) == ["failed:peer_lost", "releasable"]
+    for room in (1, 2):
+        prefill.at.abort(room)
+        prefill.released(room)
+    for room, address in ((3, one), (4, other)):
+        prefill.at.request(room, IDS, prefill.lists(3 * room))
+        decode.at.open(room, address, IDS, decode.lists(3 * room))
+        pair.complete(room)
+    (talk,) = decode.at.peers()
+    assert {talk["address"], *talk["aliases"]} == {one, other}
