@@ -89,7 +89,7 @@ def _geometry(region: Region) -> tuple[int, int, tuple[int, ...], bool]:
     return region.unit_bytes, region.outer_count, region.groups, region.dim == 0
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=16_384)
 def _meaning(
     geometry: tuple[int, int, tuple[int, ...], bool], place: tuple[int, int], part: tuple[int, int]
 ) -> tuple[tuple[int, int], ...]:

@@ -84,8 +84,8 @@ def _whole_instance(prefill: InstanceManifest, decode: InstanceManifest) -> Iter
 
 
 MAX_REGION_PAIRS: Final = 2**21
-"""Regions to compare over all pairs of ranks, 64 a pair at the least: some seconds of a control thread. What a stranger
-declares must not take it for minutes."""
+"""Regions to compare over all pairs of ranks, 64 a pair at the least: some seconds of the thread that judges. What a
+stranger declares must not take it for minutes."""
 
 
 def _size(prefill: InstanceManifest, decode: InstanceManifest) -> Iterator[Mismatch]:

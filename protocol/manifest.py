@@ -15,11 +15,17 @@ import msgspec
 
 from sglang_pd.protocol.errors import ManifestError
 from sglang_pd.protocol.kinds import MAX_LAYER_ID, SENTINELS, Placement, kind_of
+from sglang_pd.protocol.manifest_size import (
+    MAX_COMPONENT_REGIONS,
+    MAX_COMPONENTS,
+    MAX_RANK_SEGMENTS,
+    MAX_RANKS,
+    check_total,
+)
 from sglang_pd.protocol.spaces import AnySpace, LocalTok, Page, RaggedScratch, Scaled, Space, SwaTok, VirtualTok
 
 MAX_BYTES: Final = 2**52
 """Largest length or offset in bytes (4 PiB): fits every pool, and sums of two never wrap 64 bits."""
-MAX_RANKS: Final = 4096
 MAX_UNITS: Final = 2**24
 MAX_GROUPS: Final = 64
 MAX_PIECES: Final = 4096
@@ -178,7 +184,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Name
     space: AnySpace
-    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=65_536)]
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_COMPONENT_REGIONS)]
     layout: Text = ""
     optional: bool = False
 
@@ -269,8 +275,8 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: RankId
     epoch: Annotated[int, msgspec.Meta(ge=0)]
-    segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=65_536)]
-    components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=256)]
+    segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=MAX_RANK_SEGMENTS)]
+    components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
     transport: Transport
 
     def __post_init__(self) -> None:
@@ -333,6 +339,7 @@ class InstanceManifest(msgspec.Struct, frozen=True, kw_only=True):
             missing = [str(r) for r in want if r not in have]
             actual = f"{len(have)}; missing {missing or 'none'}"
             _refuse("instance.ranks", f"{len(want)} ranks, each once, in order of (pp_rank, tp_rank)", actual)
+        check_total((len(r.segments), sum(len(c.regions) for c in r.components)) for r in self.ranks)
         check_instance(self)
 
     @property

@@ -1,14 +1,9 @@
-"""An accepted pair of instances: its plans, proofs and digest, each made once and kept by the manifests' digests."""
+"""An accepted pair of instances: its plans, proofs and digest, each made once."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
-
-import msgspec
-import xxhash
 
 from sglang_pd.protocol.bind import (
     Chunk,
@@ -29,14 +24,6 @@ from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Verdict, Writer
 from sglang_pd.protocol.plan import Compiler, Plan, semantic_digest
 from sglang_pd.protocol.spaces import AnySpace
-
-MAX_PAIRINGS: Final = 64
-"""Pairings that `pairing_of` keeps; the one unused for longest goes first."""
-
-
-def manifest_digest(manifest: InstanceManifest) -> int:
-    """xxh3-64 of the manifest's msgpack form; the name of a manifest on the wire and in caches."""
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(manifest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +144,6 @@ class Pairing:
             elif chunk.last:
                 result.append(Record(kind, 0, 0, 0, 0, True))
         return result
-
-
-_cache: OrderedDict[tuple[int, int], Pairing] = OrderedDict()
-
-
-def pairing_of(prefill: InstanceManifest, decode: InstanceManifest) -> Pairing:
-    """The pairing of two manifests from a bounded cache, keyed by both digests. Raises as `Pairing`."""
-    key = (manifest_digest(prefill), manifest_digest(decode))
-    found = _cache.get(key)
-    if found is None:
-        found = _cache[key] = Pairing(prefill, decode)
-        if len(_cache) > MAX_PAIRINGS:
-            _cache.popitem(last=False)
-    _cache.move_to_end(key)
-    return found
 
 
 def refused(prefill: InstanceManifest, decode: InstanceManifest, verdict: Verdict) -> IncompatiblePeer:

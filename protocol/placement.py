@@ -109,7 +109,7 @@ def _holders(group: int, tp: int, unit: int) -> range:
     return range(unit * tp // group, (unit + 1) * tp // group)
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=16_384)
 def intervals(geometry: RowGeometry, src: Shard, dst: Shard) -> tuple[Interval, ...]:
     """What source rank `src` writes of a row into destination rank `dst`, by destination offset; () for nothing.
 

@@ -24,14 +24,13 @@ from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt, list_count
 from sglang_pd.protocol.manifest import (
     Component,
-    InstanceManifest,
     RankId,
     RankManifest,
     SegmentInfo,
     Transport,
 )
 from sglang_pd.protocol.messages import MAX_RECORD_BYTES
-from sglang_pd.protocol.pairing import Pairing, pairing_of
+from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import region_table
 from sglang_pd.protocol.spaces import AnySpace
 from sglang_pd.worker.destination import DestinationSide
@@ -51,6 +50,7 @@ from sglang_pd.worker.orders import (
     Stop,
     Unpair,
 )
+from sglang_pd.worker.pairings import pairing_of
 from sglang_pd.worker.source import Ready, SourceSide
 
 MAX_CALLS: Final = 16_384
@@ -227,9 +227,7 @@ class RankAgent:
             self._report(RoomFault(room=order.room, generation=order.generation, error=info))
 
     def _pair(self, order: Pair) -> None:
-        prefill = msgspec.msgpack.decode(order.prefill, type=InstanceManifest)
-        decode = msgspec.msgpack.decode(order.decode, type=InstanceManifest)
-        pairing = self._pairings[order.peer_epoch] = pairing_of(prefill, decode)
+        pairing = self._pairings[order.peer_epoch] = pairing_of(order.prefill, order.decode)
         side = self.source if order.source else self.destination
         side.pair(order.peer_epoch, pairing)
 

@@ -309,7 +309,7 @@ class InstanceControl:
     def _pair_ranks(self, talk: Conversation, rank: RankId | None = None) -> None:
         if self.peering is None or talk.manifest is None:
             return
-        own, peer = self.peering.own.encoded, msgspec.msgpack.encode(talk.manifest)
+        own, peer = self.peering.own.encoded, talk.stated
         prefill, decode = (own, peer) if talk.source else (peer, own)
         self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode), rank)
 

@@ -15,12 +15,12 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from sglang_pd.protocol.errors import ErrorInfo, IncompatiblePeer, PdError, RemoteProtocolError
-from sglang_pd.protocol.handshake import compare
+from sglang_pd.protocol.errors import ErrorInfo, IncompatiblePeer, RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Hello, HelloConfirm, HelloReply, Verdict
-from sglang_pd.protocol.pairing import Pairing, pairing_of, refused
+from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import PACKING_ORDER
+from sglang_pd.worker.judge import Judged
 from sglang_pd.worker.link import Party
 
 MAX_CALLERS: Final = 1_024
@@ -28,7 +28,11 @@ MAX_CALLERS: Final = 1_024
 NOW_S: Final = float("-inf")
 """A time that is always due."""
 MAX_STRANGERS: Final = 64
-"""Conversations that others started and that are not agreed; the oldest goes first, and may say Hello again."""
+MAX_STRANGER_BYTES: Final = 8 * 2**20
+"""Conversations that others started and that are not agreed, and what they stated (decoded and compiled it takes some
+ten times as much); the oldest goes first, and may say Hello again."""
+STRANGER_S: Final = 10.0
+"""One that does not confirm says Hello again meanwhile, or is forgotten after so long."""
 
 
 def new_epoch() -> int:
@@ -91,13 +95,17 @@ class Conversation:
     incarnation: int = 0
     instance: str = ""
     manifest: InstanceManifest | None = None
+    stated: bytes = b""
     manifest_digest: int = 0
+    own_digest: int = 0
     pairing: Pairing | None = None
     verdict: Verdict | None = None
     liveness_s: float = 0.0
     error: ErrorInfo | None = None
     next_send_s: float = NOW_S
     used_s: float = 0.0
+    heard_s: float = 0.0
+    held: Judged | None = None
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
     renewal: Conversation | None = None
@@ -127,7 +135,8 @@ class Conversation:
 
     def adopt(self, renewed: Conversation) -> None:
         """The new manifest is agreed: it replaces the old one."""
-        self.manifest, self.manifest_digest = renewed.manifest, renewed.manifest_digest
+        self.manifest, self.stated = renewed.manifest, renewed.stated
+        self.manifest_digest, self.own_digest = renewed.manifest_digest, renewed.own_digest
         self.incarnation = renewed.incarnation
         self.pairing, self.verdict, self.error = renewed.pairing, renewed.verdict, renewed.error
         self.paired, self.renewal = {}, None
@@ -135,7 +144,7 @@ class Conversation:
     def restart(self) -> None:
         """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
-        self.incarnation = 0
+        self.incarnation, self.stated, self.held = 0, b"", None
         self.own_epoch = new_epoch()
         self.paired, self.next_send_s, self.renewal = {}, NOW_S, None
 
@@ -152,26 +161,28 @@ def hello(own: Self) -> Hello:
     )
 
 
-def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloReply:
-    """Prefill's side of a Hello: judge the pair, remember what follows, and say so.
-
-    Raises `RemoteProtocolError` for a manifest that does not decode or contradicts itself.
-    """
-    decode = read_manifest(message.manifest, message.manifest_digest)
-    talk.epoch, talk.instance, talk.manifest, talk.incarnation = epoch, message.instance, decode, decode.epoch
-    talk.manifest_digest = message.manifest_digest
-    talk.liveness_s = message.liveness_ms / 1000
+def check_rules(message: Hello) -> None:
+    """Raises `RemoteProtocolError` for a decode that knows none of our packing rules."""
     if PACKING_ORDER not in message.packing_rules:
         raise RemoteProtocolError(
             "no common packing rule", code="feature_unsupported", expected=PACKING_ORDER, actual=message.packing_rules
         )
-    _judge(talk, own.manifest, decode)
+
+
+def answer(own: Self, talk: Conversation, message: Hello, judged: Judged) -> HelloReply:
+    """Prefill's side of a Hello that was judged: remember what follows, and say so."""
+    _take(talk, message, judged)
     talk.stage = Stage.GREETED if talk.pairing else Stage.REFUSED
+    return offer(own, talk)
+
+
+def offer(own: Self, talk: Conversation) -> HelloReply:
+    """The answer, as often as it is asked for."""
     return HelloReply(
         instance=own.manifest.instance_id,
         manifest=own.encoded,
         manifest_digest=own.digest,
-        peer_manifest_digest=message.manifest_digest,
+        peer_manifest_digest=talk.manifest_digest,
         verdict=_verdict(talk),
         plan_digest=talk.pairing.digest if talk.pairing else 0,
         packing_rule=PACKING_ORDER,
@@ -180,13 +191,9 @@ def answer(own: Self, talk: Conversation, epoch: int, message: Hello) -> HelloRe
     )
 
 
-def confirm(own: Self, talk: Conversation, epoch: int, message: HelloReply) -> HelloConfirm:
-    """Decode's side of the answer: judge the same pair, compare verdicts and digests."""
-    prefill = read_manifest(message.manifest, message.manifest_digest)
-    talk.epoch, talk.instance, talk.manifest, talk.incarnation = epoch, message.instance, prefill, prefill.epoch
-    talk.manifest_digest = message.manifest_digest
-    talk.liveness_s = message.liveness_ms / 1000
-    _judge(talk, prefill, own.manifest)
+def confirm(own: Self, talk: Conversation, message: HelloReply, judged: Judged) -> HelloConfirm:
+    """Decode's side of the answer that was judged: compare verdicts and digests."""
+    _take(talk, message, judged)
     digest = talk.pairing.digest if talk.pairing else 0
     own_verdict = _verdict(talk)
     settle(talk, own_verdict == message.verdict and digest == message.plan_digest)
@@ -196,6 +203,14 @@ def confirm(own: Self, talk: Conversation, epoch: int, message: HelloReply) -> H
         verdict=own_verdict,
         plan_digest=digest,
     )
+
+
+def _take(talk: Conversation, message: Hello | HelloReply, judged: Judged) -> None:
+    talk.epoch, talk.instance = judged.case.epoch, message.instance
+    talk.manifest, talk.incarnation = judged.manifest, judged.manifest.epoch
+    talk.stated, talk.manifest_digest, talk.own_digest = judged.case.stated, judged.case.digest, judged.case.own_digest
+    talk.liveness_s = message.liveness_ms / 1000
+    talk.verdict, talk.pairing, talk.error = judged.verdict, judged.pairing, judged.error
 
 
 def confirmed(own: Self, talk: Conversation, message: HelloConfirm) -> None:
@@ -219,34 +234,6 @@ def settle(talk: Conversation, same: bool) -> None:
             hint="Run one release of sglang-pd on both sides.",
         )
     talk.stage = Stage.AGREED if talk.pairing else Stage.REFUSED
-
-
-def read_manifest(encoded: bytes, digest: int) -> InstanceManifest:
-    """Decode a manifest that travelled. Raises `RemoteProtocolError` for one that contradicts itself or its digest."""
-    try:
-        manifest = msgspec.msgpack.decode(encoded, type=InstanceManifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"the manifest does not decode: {error}", code="message_malformed") from error
-    except PdError as error:
-        raise RemoteProtocolError(
-            error.message, code=error.code, where=error.where, expected=error.expected, actual=error.actual
-        ) from error
-    if xxhash.xxh3_64_intdigest(encoded) != digest:
-        raise RemoteProtocolError("the manifest is not the one its digest names", where="Hello")
-    return manifest
-
-
-def _judge(talk: Conversation, prefill: InstanceManifest, decode: InstanceManifest) -> None:
-    talk.verdict = compare(prefill, decode)
-    talk.pairing, talk.error = None, None
-    if not talk.verdict.accepted:
-        talk.error = refused(prefill, decode, talk.verdict).info()
-        return
-    try:
-        talk.pairing = pairing_of(prefill, decode)
-        _ = talk.pairing.digest  # compiles and proves every rank's plans, now rather than at the first room
-    except PdError as error:
-        talk.pairing, talk.error = None, error.info()
 
 
 def _verdict(talk: Conversation) -> Verdict:

@@ -8,6 +8,8 @@ planes are not covered by CURVE.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -71,6 +73,9 @@ class Link:
         self._next = 0
         self._out: dict[Party, list[bytes]] = {}
         self.counts: Counter[str] = Counter()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when a thread that works for the owner of this link has something for it; -1 once closed."""
+        self._bell_lock = threading.Lock()
         self.gone: set[Party] = set()
         """Callers whose connection the last `flush` found closed: nobody will ever speak from there again."""
         self._zap: zmq.Socket[bytes] | None = None
@@ -131,6 +136,12 @@ class Link:
         self._dealers[self._next] = dealer
         return Called(self._next)
 
+    def ring(self) -> None:
+        """Wake who polls `bell`. By any thread; after `close` it does nothing."""
+        with self._bell_lock:
+            if self.bell >= 0:
+                os.eventfd_write(self.bell, 1)
+
     def _prepare(self, socket: zmq.Socket[bytes]) -> None:
         for option, value in (
             (zmq.LINGER, 0),
@@ -182,6 +193,9 @@ class Link:
         ready: only of these sockets; None: of all.
         """
         self._home.check()
+        if ready is None or self.bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.bell)
         if ready is None or self._zap in ready:
             self._authenticate()
         for name, router in self._routers.items():
@@ -249,6 +263,10 @@ class Link:
         self._routers.clear()
         self._dealers.clear()
         self._context.destroy(linger=0)
+        with self._bell_lock:  # a thread that still works must not ring at a number that is somebody else's
+            if self.bell >= 0:
+                os.close(self.bell)
+            self.bell = -1
 
 
 def _batches(frames: list[bytes]) -> Iterator[list[bytes]]:

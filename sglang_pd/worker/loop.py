@@ -147,7 +147,7 @@ class WorkerLoop:
 
     def _sources(self) -> set[object]:
         fd = self._agent.backend.wakeup_fd() if self._agent is not None else None
-        return {self._bell, *self._link.sockets(), *(() if fd is None else (fd,))}
+        return {self._bell, self._link.bell, *self._link.sockets(), *(() if fd is None else (fd,))}
 
     def _turn(self, ready: set[object] | None) -> bool:
         """One turn. ready: which sources have news; None: any may have.

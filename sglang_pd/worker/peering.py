@@ -11,25 +11,30 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from sglang_pd.protocol.codec import Received, decode, encode
+from sglang_pd.protocol.codec import Received, decode, encode, type_number
 from sglang_pd.protocol.errors import CODES, ErrorInfo, PdError, RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.messages import Heartbeat, Hello, HelloConfirm, HelloReply, Message, Refusal, RoomMessage
 from sglang_pd.worker.conversation import (
     MAX_CALLERS,
+    MAX_STRANGER_BYTES,
     MAX_STRANGERS,
     NOW_S,
+    STRANGER_S,
     Conversation,
     Self,
     Stage,
     answer,
+    check_rules,
     confirm,
     confirmed,
     hello,
-    read_manifest,
+    offer,
 )
+from sglang_pd.worker.judge import Case, Judge, Judged
 from sglang_pd.worker.link import Called, Link, Party
 from sglang_pd.worker.names import FORGET_CALL_S, Names
+from sglang_pd.worker.speakers import Speakers
 
 REFUSALS_PER_S: Final = 200
 RETRY_REFUSED_S: Final = 2.0
@@ -68,8 +73,9 @@ class Peering:
         self._names = Names()
         self._callers: OrderedDict[Party, Conversation] = OrderedDict()
         self._by_epoch: dict[int, Conversation] = {}
-        self._by_rank: dict[int, Conversation] = {}
-        """Who speaks for a rank, by the rank's epoch, of agreed conversations."""
+        self._speakers = Speakers()
+        self._judge = Judge(link.ring)
+        self._now_s = 0.0
         self._sequence = 0
         self._refusals_left = float(REFUSALS_PER_S)
         self._refilled_s = float("inf")
@@ -126,6 +132,20 @@ class Peering:
             wrapped = RemoteProtocolError(error.message, code=error.code, where=error.where, actual=error.actual)
             self._refuse(party, received, wrapped, now_s)
 
+    def take_judged(self, now_s: float) -> None:
+        """What became of manifests that were judged since."""
+        self._now_s = now_s
+        for party, then, result in self._judge.take():
+            try:
+                if isinstance(result, RemoteProtocolError):
+                    raise result
+                then(result)
+            except RemoteProtocolError as error:
+                talk = self._names.find(party)
+                if talk is not None and talk.stage is Stage.CALLING:
+                    talk.error = error.info()  # its rooms say so when they have waited long enough
+                self._refuse(party, None, error, now_s, kind=HelloReply if isinstance(party, Called) else Hello)
+
     def _take(self, party: Party, epoch: int, message: Message, now_s: float) -> None:
         talk = self._find(party)
         if isinstance(message, Hello):
@@ -159,61 +179,74 @@ class Peering:
             raise RemoteProtocolError("who is called does not say Hello", where="Hello")
         if self.draining:
             raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
-        if talk is not None and talk.stage is Stage.AGREED:
-            if talk.epoch == epoch and talk.manifest_digest == message.manifest_digest:
-                self._say(talk, answer(self.own, talk, epoch, message))  # its reply was lost
-                talk.stage = Stage.AGREED
-                return
-            if talk.epoch == epoch:
-                self._say(talk, self._answer(talk, talk.renew(), epoch, message))
-                return
+        check_rules(message)
+        if talk is not None and talk.stage is Stage.AGREED and talk.epoch != epoch:
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
-        if talk is None or (talk.epoch, talk.manifest_digest) != (epoch, message.manifest_digest):
-            talk = Conversation(party, source=True)
-            self._make_room()
-            self._callers[party] = talk
-        self._say(talk, self._answer(talk, talk, epoch, message))
+            talk = None
+        if talk is not None and talk.stage in (Stage.GREETED, Stage.AGREED):
+            talk.heard_s = now_s
+            if (talk.epoch, talk.manifest_digest, talk.own_digest) == (epoch, message.manifest_digest, self.own.digest):
+                self._say(talk, offer(self.own, talk))  # its reply was lost
+                return
+        self._ask(
+            party, self._case(epoch, 0, message, source=True), lambda judged: self._answer(party, message, judged)
+        )
 
-    def _answer(self, talk: Conversation, current: Conversation, epoch: int, message: Hello) -> HelloReply:
-        reply = answer(self.own, current, epoch, message)
+    def _case(self, epoch: int, own_epoch: int, message: Hello | HelloReply, *, source: bool) -> Case:
+        own = self.own
+        return Case(
+            epoch, own_epoch, own.manifest, own.encoded, own.digest, source, message.manifest, message.manifest_digest
+        )
+
+    def _ask(self, party: Party, case: Case, then: Callable[[Judged], None]) -> None:
+        """Have a manifest judged; `then` is told, unless the same is being judged for that party already."""
+        asked = self._judge.asked(party)
+        if asked is not None and asked == case:
+            self.counts["repeated_while_judged"] += 1
+        elif not self._judge.ask(party, case, then):
+            self.counts["dropped_to_judge"] += 1
+
+    def _answer(self, party: Party, message: Hello, judged: Judged) -> None:
+        """A Hello was judged."""
+        case, talk = judged.case, self._callers.get(party)
+        if self.draining:
+            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
+        if case.own_digest != self.own.digest:  # this side has restated itself meanwhile
+            self._ask(party, self._case(case.epoch, 0, message, source=True), lambda j: self._answer(party, message, j))
+            return
+        stands = talk is not None and talk.stage is Stage.AGREED and talk.epoch == case.epoch
+        if talk is None or not stands:
+            talk = current = Conversation(party, source=True)
+        elif talk.manifest_digest == case.digest:  # it agreed with what this side stated before, and may not know
+            current = talk
+        else:
+            current = talk.renew()
+        current.heard_s = self._now_s
+        reply = answer(self.own, current, message, judged)
+        if current is talk and stands:
+            talk.stage = Stage.AGREED
         try:
-            self._check_single(talk, current)
+            self._speakers.check(talk, judged.manifest, self.own.manifest)
         except RemoteProtocolError:
-            if current is talk:
-                self._callers.pop(talk.party, None)
             talk.renewal = None
             raise
-        return reply
+        if not stands:
+            self._callers.pop(party, None)
+            self._make_room(len(case.stated))
+            self._callers[party] = talk
+        self._say(talk, reply)
 
-    def _check_single(self, talk: Conversation, current: Conversation) -> None:
-        """Refuse ranks that another conversation, or this instance itself, speaks for.
-
-        Bytes of the one's rooms would be written to where the other's index lists say.
-        """
-        ranks = current.manifest.ranks if current.manifest is not None else ()
-        own = {rank.epoch for rank in self.own.manifest.ranks}
-        for rank in ranks:
-            other = self._by_rank.get(rank.epoch)
-            if rank.epoch not in own and (other is None or other is talk):
-                continue
-            holder = other.instance if other is not None else self.own.manifest.instance_id
-            raise RemoteProtocolError(
-                "a rank of that manifest speaks in another conversation, which stands",
-                code="peer_duplicate",
-                where=current.instance,
-                expected="ranks of its own",
-                actual=f"rank {rank.rank} (epoch {rank.epoch:016x}) of {holder}",
-                hint="After a broken connection it comes in once the former conversation is given up.",
-                conversation=f"{other.epoch if other is not None else 0:016x}",
-            )
-
-    def _make_room(self) -> None:
+    def _make_room(self, more_bytes: int) -> None:
         """Bound what callers can make this side keep, before one more comes."""
-        strangers = [party for party, talk in self._callers.items() if talk.stage is not Stage.AGREED]
-        for party in strangers[: max(0, len(strangers) - MAX_STRANGERS + 1)]:
-            del self._callers[party]
+        strangers = [talk for talk in self._callers.values() if talk.stage is not Stage.AGREED]
         if len(self._callers) - len(strangers) >= MAX_CALLERS:
             raise RemoteProtocolError("too many peers", code="queue_full", expected=f"<= {MAX_CALLERS}")
+        kept_bytes = sum(len(talk.stated) for talk in strangers)
+        for number, talk in enumerate(strangers):
+            if len(strangers) - number < MAX_STRANGERS and kept_bytes + more_bytes <= MAX_STRANGER_BYTES:
+                break
+            kept_bytes -= len(talk.stated)
+            del self._callers[talk.party]
 
     def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
         if talk.source:
@@ -222,31 +255,41 @@ class Peering:
         if current.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
             self.counts["late_replies"] += 1
             return
-        if current is talk:
-            manifest = read_manifest(message.manifest, message.manifest_digest)
-            if self._merged(talk, self._same_ranks(manifest)):
-                return
-            if self._heard.unproven(manifest):
-                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
-                return
-        self._say(talk, confirm(self.own, current, epoch, message))
-        self._settled(talk, current)
+        case = self._case(epoch, talk.own_epoch, message, source=False)
+        self._ask(talk.party, case, lambda judged: self._replied(talk, message, judged))
 
-    def _same_ranks(self, manifest: InstanceManifest) -> Conversation | None:
-        """The agreed conversation of exactly these ranks."""
-        other = self._by_rank.get(manifest.epoch)
-        if other is None or other.manifest is None:
-            return None
-        same = [rank.epoch for rank in other.manifest.ranks] == [rank.epoch for rank in manifest.ranks]
-        return other if same else None
+    def _replied(self, talk: Conversation, message: HelloReply, judged: Judged) -> None:
+        """A HelloReply was judged."""
+        case, current = judged.case, talk.renewal or talk
+        if (
+            current.stage is Stage.AGREED
+            or (talk.stage is Stage.AGREED and talk.epoch != case.epoch)
+            or (case.own_epoch, message.peer_manifest_digest) != (talk.own_epoch, self.own.digest)
+        ):
+            self.counts["late_replies"] += 1
+            return
+        if current is talk:
+            if self._merged(talk, self._speakers.same(judged.manifest)):
+                return
+            if self._heard.unproven(judged.manifest):
+                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
+                talk.held = judged
+                return
+        talk.held = None
+        self._say(talk, confirm(self.own, current, message, judged))
+        self._settled(talk, current)
 
     def _merged(self, talk: Conversation, other: Conversation | None) -> bool:
         """True when the instance at `talk`'s address speaks with this side already, which knows it by another name."""
         if other is None or other is talk or other.source or other.stage is not Stage.AGREED:
             return False
         self._names.merge(talk, other)
-        self._link.hang_up(talk.party)
+        self._hang_up(talk)
         return True
+
+    def _hang_up(self, talk: Conversation) -> None:
+        self._judge.forget(talk.party)
+        self._link.hang_up(talk.party)
 
     def _on_confirm(self, talk: Conversation, message: HelloConfirm) -> None:
         current = talk.renewal or talk
@@ -270,15 +313,17 @@ class Peering:
                 talk.next_send_s = NOW_S
 
     def _settled(self, talk: Conversation, current: Conversation) -> None:
-        if current.stage is Stage.AGREED:
+        if current.stage is Stage.AGREED and current.manifest is not None:
             try:
-                self._check_single(talk, current)  # several may have been offered the same
+                self._speakers.check(
+                    talk, current.manifest, self.own.manifest
+                )  # several may have been offered the same
             except RemoteProtocolError as error:
                 current.stage, current.pairing, current.error = Stage.REFUSED, None, error.info()
         if current is not talk and current.stage is Stage.AGREED:
-            self._index(talk, False)
+            self._speakers.remove(talk)
             talk.adopt(current)
-            self._index(talk, True)
+            self._speakers.add(talk)
             self._heard.renewed(talk)
             return
         if current is not talk:
@@ -295,15 +340,8 @@ class Peering:
             talk.stage = Stage.REFUSED
             raise RemoteProtocolError("that incarnation talks to us already", code="epoch_stale", actual=talk.epoch)
         self._by_epoch[talk.epoch] = talk
-        self._index(talk, True)
+        self._speakers.add(talk)
         self._heard.agreed(talk)
-
-    def _index(self, talk: Conversation, speaks: bool) -> None:
-        for rank in talk.manifest.ranks if talk.manifest is not None else ():
-            if speaks:
-                self._by_rank[rank.epoch] = talk
-            elif self._by_rank.get(rank.epoch) is talk:
-                del self._by_rank[rank.epoch]
 
     def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
         self.counts[f"refusals_{message.error.code if message.error.code in CODES else 'other'}"] += 1
@@ -319,7 +357,14 @@ class Peering:
                 talk.next_send_s = now_s + RETRY_REFUSED_S
                 self._heard.refused(talk)
 
-    def _refuse(self, party: Party, received: Received | None, error: RemoteProtocolError, now_s: float) -> None:
+    def _refuse(
+        self,
+        party: Party,
+        received: Received | None,
+        error: RemoteProtocolError,
+        now_s: float,
+        kind: type[Message] | None = None,
+    ) -> None:
         self.counts[f"refused_{error.code}"] += 1
         self._refusals_left = min(
             REFUSALS_PER_S, self._refusals_left + max(0.0, now_s - self._refilled_s) * REFUSALS_PER_S
@@ -332,7 +377,7 @@ class Peering:
         room = message if isinstance(message, RoomMessage) else None
         refusal = Refusal(
             error=error.info(),
-            refused_type=received.header.type if received else 0,
+            refused_type=received.header.type if received else type_number(kind) if kind else 0,
             room=room.room if room else 0,
             generation=room.generation if room else 0,
         )
@@ -356,7 +401,7 @@ class Peering:
         epoch, agreed = talk.epoch, talk.stage is Stage.AGREED
         if self._by_epoch.get(epoch) is talk:
             del self._by_epoch[epoch]
-        self._index(talk, False)
+        self._speakers.remove(talk)
         if talk.address:
             self._names.part(talk)
             talk.restart()
@@ -374,7 +419,11 @@ class Peering:
 
     def tick(self, now_s: float, rooms_with: Callable[[int], int]) -> None:
         """Say what is due: Hello while not answered, a heartbeat where agreed. Whose connection closed is given up."""
+        self.take_judged(now_s)
         self._names.expire(now_s)
+        for talk in [t for t in self._callers.values() if t.stage is not Stage.AGREED]:
+            if now_s >= talk.heard_s + STRANGER_S:
+                del self._callers[talk.party]
         for address, key in list(self._names.owed.items()):
             with contextlib.suppress(PdError):  # no socket is left: once more at the next turn
                 self.call(address, key, now_s, wanted=True)
@@ -399,12 +448,13 @@ class Peering:
                     self._say(talk, hello(self.own))
             elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
-                self._link.hang_up(talk.party)
+                self._hang_up(talk)
             elif talk.address and not self.draining:
                 refused = talk.stage is Stage.REFUSED
                 talk.stage = Stage.CALLING if refused else talk.stage
                 talk.next_send_s = now_s + (RETRY_REFUSED_S if refused else self.own.heartbeat_ms / 1000)
-                self._say(talk, hello(self.own))
+                if self._judge.asked(talk.party) is None:
+                    self._say(talk, hello(self.own))
 
     def next_timer_s(self) -> float | None:
         """When `tick` is due."""

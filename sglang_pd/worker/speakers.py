@@ -1,0 +1,57 @@
+"""Which conversation speaks for a rank: one at a time, since two would write into one memory for two owners' rooms."""
+
+from __future__ import annotations
+
+from sglang_pd.protocol.errors import RemoteProtocolError
+from sglang_pd.protocol.manifest import InstanceManifest
+from sglang_pd.worker.conversation import Conversation
+
+
+class Speakers:
+    """Agreed conversations by the epochs of their peers' ranks."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Conversation] = {}
+
+    def add(self, talk: Conversation) -> None:
+        """It was agreed, or goes on with another manifest."""
+        for rank in talk.manifest.ranks if talk.manifest is not None else ():
+            self._by_rank[rank.epoch] = talk
+
+    def remove(self, talk: Conversation) -> None:
+        """It is over, or about to go on with another manifest."""
+        for rank in talk.manifest.ranks if talk.manifest is not None else ():
+            if self._by_rank.get(rank.epoch) is talk:
+                del self._by_rank[rank.epoch]
+
+    def same(self, manifest: InstanceManifest) -> Conversation | None:
+        """The conversation of exactly these ranks."""
+        other = self._by_rank.get(manifest.epoch)
+        if other is None or other.manifest is None:
+            return None
+        return other if _epochs(other.manifest) == _epochs(manifest) else None
+
+    def check(self, talk: Conversation, stated: InstanceManifest, own: InstanceManifest) -> None:
+        """Refuse ranks that another conversation than `talk`, or this instance itself, speaks for.
+
+        Raises `RemoteProtocolError` (`peer_duplicate`) naming both.
+        """
+        ours = _epochs(own)
+        for rank in stated.ranks:
+            other = self._by_rank.get(rank.epoch)
+            if rank.epoch not in ours and (other is None or other is talk):
+                continue
+            holder = other.instance if other is not None else own.instance_id
+            raise RemoteProtocolError(
+                "a rank of that manifest speaks in another conversation, which stands",
+                code="peer_duplicate",
+                where=stated.instance_id,
+                expected="ranks of its own",
+                actual=f"rank {rank.rank} (epoch {rank.epoch:016x}) of {holder}",
+                hint="After a broken connection it comes in once the former conversation is given up.",
+                conversation=f"{other.epoch if other is not None else 0:016x}",
+            )
+
+
+def _epochs(manifest: InstanceManifest) -> list[int]:
+    return [rank.epoch for rank in manifest.ranks]
