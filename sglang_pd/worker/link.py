@@ -19,6 +19,8 @@ from zmq.utils import z85
 
 from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import ConfigError, RoomError
+from sglang_pd.worker.dialing import Dial, split
+from sglang_pd.worker.resolve import Resolver
 
 MAX_FRAME_BYTES = 32 * 2**20
 SEND_HIGH_WATER, RECEIVE_HIGH_WATER = 1_000, 64
@@ -76,6 +78,8 @@ class Link:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when a thread that works for the owner of this link has something for it; -1 once closed."""
         self._bell_lock = threading.Lock()
+        self._resolver = Resolver(self.ring)
+        self._dials: dict[int, Dial] = {}
         self.gone: set[Party] = set()
         """Callers whose connection the last `flush` found closed: nobody will ever speak from there again."""
         self._zap: zmq.Socket[bytes] | None = None
@@ -112,7 +116,7 @@ class Link:
         return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else address
 
     def call(self, address: str, server_key: bytes | None = None) -> Called:
-        """Connect a DEALER; ZMQ keeps trying for as long as it is open.
+        """Connect a DEALER; ZMQ keeps trying for as long as it is open. A host's name is looked up meanwhile.
 
         server_key: default `CurveKeys.server`, or this side's own key.
         """
@@ -128,13 +132,22 @@ class Link:
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._curve.public)
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, self._curve.secret)
                 dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key or self._curve.server or self._curve.public)
-            dealer.connect(address)
+            named = split(address)
+            if named is None:
+                dealer.connect(address)
+            else:
+                self._dials[self._next + 1] = Dial(dealer, *named, self._resolver)
         except (zmq.ZMQError, TypeError, ValueError) as error:
             dealer.close(linger=0)
             raise ConfigError(f"not an address to connect to: {error}", actual=ascii(address)) from error
         self._next += 1
         self._dealers[self._next] = dealer
         return Called(self._next)
+
+    def trouble(self, party: Party) -> str:
+        """Why there is no address to reach a called party at; empty otherwise."""
+        dial = self._dials.get(party.number) if isinstance(party, Called) else None
+        return dial.error if dial is not None else ""
 
     def ring(self) -> None:
         """Wake who polls `bell`. By any thread; after `close` it does nothing."""
@@ -159,6 +172,8 @@ class Link:
     def hang_up(self, party: Party) -> None:
         """Close a DEALER. Callers cannot be hung up on; they are not answered any more."""
         if isinstance(party, Called) and (dealer := self._dealers.pop(party.number, None)) is not None:
+            if (dial := self._dials.pop(party.number, None)) is not None:
+                dial.close()
             dealer.close(linger=0)
 
     def send(self, party: Party, frame: bytes) -> bool:
@@ -196,6 +211,8 @@ class Link:
         if ready is None or self.bell in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.bell)
+        for dial in self._dials.values():
+            dial.turn()
         if ready is None or self._zap in ready:
             self._authenticate()
         for name, router in self._routers.items():
@@ -257,6 +274,9 @@ class Link:
         """Close everything. Idempotent. In a fork nothing: the sockets are the parent's, the descriptors ZMQ's."""
         if not self._home.here:
             return
+        for dial in self._dials.values():
+            dial.close()
+        self._dials.clear()
         for socket in self.sockets():
             with contextlib.suppress(zmq.ZMQError):
                 socket.close(linger=0)

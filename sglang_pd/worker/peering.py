@@ -449,6 +449,15 @@ class Peering:
             elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
+            elif talk.address and not self.draining and (trouble := self._link.trouble(talk.party)):
+                talk.stage, talk.next_send_s = Stage.REFUSED, now_s + RETRY_REFUSED_S
+                talk.error = ErrorInfo(
+                    code="peer_unknown",
+                    message=f"the host's name has no address: {trouble}"[:500],
+                    where=talk.address,
+                    hint="Does this name resolve on this worker's host?",
+                )
+                self._heard.refused(talk)
             elif talk.address and not self.draining:
                 refused = talk.stage is Stage.REFUSED
                 talk.stage = Stage.CALLING if refused else talk.stage
