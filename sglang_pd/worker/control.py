@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang_pd.observe import PeerState
-from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError, from_info
+from sglang_pd.protocol.errors import ErrorInfo, ManifestError, PdError, RoomError, from_info
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Draining, Message
 from sglang_pd.protocol.pairing import Pairing
@@ -122,7 +122,13 @@ class InstanceControl:
         return Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
 
     def _all_joined(self) -> None:
-        self.peering = Peering(self._own(), self.link, self)
+        try:
+            own = self._own()
+        except ManifestError as error:  # their pools differ, say; one of them may yet come back as it should be
+            self.ranks.disagree(error, self._clock())
+            return
+        self.ranks.fault = None
+        self.peering = Peering(own, self.link, self)
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
         self.desk.watch = self.watch
         calls, self._calls_before_ready = self._calls_before_ready, []
@@ -225,10 +231,17 @@ class InstanceControl:
             return RoomError(self.failed.message, code="peer_lost", where=self.failed.where)
         if self.draining_until_s is not None:
             return RoomError("the worker is stopping", code="draining")
+        if self.ranks.fault is not None:
+            return from_info(self.ranks.fault)
         if self.desk is None:
             missing = [str(rank) for rank in self.ranks.missing]
             return RoomError("not all ranks have joined yet", code="peer_unknown", actual=f"missing {missing}")
         return RoomError("too many rooms wait for their peers", code="queue_full")
+
+    @property
+    def why_not_ready(self) -> str:
+        """What keeps rooms from opening here, other than a drain; empty where nothing does."""
+        return str(self._why_stopped().info()) if self.desk is None or self.failed is not None else ""
 
     def _refuse(self, facts: RoomFacts, error: PdError, kind: EventKind = EventKind.FAILED) -> None:
         if not facts.handle:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_pd.backends.library_process import Watch as Process
-from sglang_pd.protocol.errors import ManifestError
+from sglang_pd.protocol.errors import ErrorInfo, ManifestError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
 from sglang_pd.worker.orders import AnyOrder, Joined
 
@@ -40,6 +40,9 @@ class Ranks:
         self._ranks: dict[RankId, _Rank] = {}
         self._lost: dict[RankId, _Rank] = {}
         self._refused_s: dict[RankId, float] = {}
+        self.fault: ErrorInfo | None = None
+        """All have joined, but they contradict each other: how."""
+        self._faulted_s = float("-inf")
 
     def join(self, report: Joined, reach: Reach, *, remote: bool, now_s: float) -> bool:
         """A rank is there. True when it is new, or another incarnation, or states something else than before.
@@ -57,6 +60,14 @@ class Ranks:
         process = Process(report.process) if remote else None
         self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process)
         return before is None or before.manifest != manifest
+
+    def disagree(self, error: ManifestError, now_s: float) -> None:
+        """All have joined, and are no instance together. Logged when it changes, and again while it lasts."""
+        fault = error.info()
+        if fault != self.fault or now_s - self._faulted_s > REFUSALS_LOGGED_S:
+            self._faulted_s = now_s
+            log.error("the ranks of this instance do not fit together: %s", fault)
+        self.fault = fault
 
     def refuses(self, report: Joined, *, serving: bool, now_s: float) -> str:
         """Why another process may not take a rank's place; empty where it may.

@@ -188,7 +188,7 @@ class WorkerService:
         failed = self.endpoint.control.failed
         if failed is not None:
             return failed.message
-        return "" if self.endpoint.ready else "the control thread is gone"
+        return "" if self.endpoint.ready else self.endpoint.control.why_not_ready or "the control thread is gone"
 
     @property
     def draining(self) -> str:

@@ -161,3 +161,25 @@ def test_control_restarted_its_ranks_rejoin_and_a_peer_that_stayed_serves(pair: 
         oracles(control, decode.control)
         for rank in (*prefill.ranks, *decode.ranks):
             assert rank.ask("check")["dirty"] == 0
+
+
+def test_ranks_that_do_not_fit_together_say_so_until_they_do() -> None:
+    """Pools of two sizes: rooms fail with what differs, not with ranks that are missing; nobody joins over and over."""
+    common: dict[str, Any] = {"topology": {"pp": 1, "tp": 2}, "liveness_s": 10.0, "rank_liveness_s": 1.0}
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(WorkerProcess("prefill", ranks_bind=free_address(), pages=24, **common))
+        other = {"rank": (0, 1), "control": control.ranks_address, "side": "prefill", **common}
+        wrong = stack.enter_context(WorkerProcess("rank", id="prefill-0-r1", pages=40, **other))
+        room = iter(range(1, 1_000))
+
+        def said() -> dict[str, Any]:
+            handle = control.ask("serve", room=next(room), tokens=60, seed=7)["handle"]
+            return control.end_of(handle)
+
+        wait_until(lambda: said()["code"] == "manifest_invalid")
+        assert "disagree" in (end := said())["message"] and "pp0/tp1" in end["where"]
+        stats = control.ask("stats")
+        assert not stats["ready"] and stats["stats"].get("count_malformed_reports", 0) == 0
+        wrong.kill()
+        stack.enter_context(WorkerProcess("rank", id="prefill-0-r1", pages=24, **other))
+        wait_until(lambda: control.ask("stats")["ready"])
