@@ -486,8 +486,8 @@ class InstanceControl:
         times: list[float | None] = [pending.deadline_s for pending in self._pending]
         if self.peering is not None and self.desk is not None:
             times += [self.peering.next_timer_s(), self.desk.next_timer_s()]
-        if self.draining_until_s is not None:
-            times.append(self.draining_until_s)
+        if self.draining_until_s is not None and self.draining_until_s > self._turned_s:
+            times.append(self.draining_until_s)  # once it has passed there is nothing to wake for
         return min((t for t in times if t is not None), default=None)
 
     def peers(self) -> list[dict[str, Any]]:

@@ -449,7 +449,9 @@ class Peering:
             elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
-            elif talk.address and not self.draining and (trouble := self._link.trouble(talk.party)):
+            elif talk.address and self.draining:  # nothing is said to it any more, until it is forgotten
+                talk.next_send_s = max(now_s, talk.used_s) + FORGET_CALL_S
+            elif talk.address and (trouble := self._link.trouble(talk.party)):
                 talk.stage, talk.next_send_s = Stage.REFUSED, now_s + RETRY_REFUSED_S
                 talk.error = ErrorInfo(
                     code="peer_unknown",
@@ -458,7 +460,7 @@ class Peering:
                     hint="Does this name resolve on this worker's host?",
                 )
                 self._heard.refused(talk)
-            elif talk.address and not self.draining:
+            elif talk.address:
                 refused = talk.stage is Stage.REFUSED
                 talk.stage = Stage.CALLING if refused else talk.stage
                 talk.next_send_s = now_s + (RETRY_REFUSED_S if refused else self.own.heartbeat_ms / 1000)
