@@ -270,11 +270,17 @@ class Backend(abc.ABC):
         there is no proof. An epoch that never connected is True at once where connections are known, else as above.
         """
 
-    def admit(self, epoch: int) -> None:
+    def admit(self, epoch: int, blob: bytes) -> None:
         """The owner agreed with that incarnation, for the first time or again: it connects by the present `describe`.
+
+        `blob` is what its own `describe` says. A later `revoke` must find in it all that the proof needs to know of
+        that incarnation: it may die before it connects, or before anything it sent was heard.
 
         An earlier proof against it says nothing any more: the next `revoke` of it starts anew, also where it has not
         connected since. That one must keep it from connecting by the `describe` of before.
+
+        Called before that incarnation is told of any memory here. Raises `BackendError` as `connect` does, for a blob
+        that the proof depends on and that is of another backend, version or epoch; nothing is admitted then.
         """
         return None
 

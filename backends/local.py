@@ -335,8 +335,8 @@ class LocalBackend(Backend):
         self._check_usable()
         return self._listener.revoke(epoch)
 
-    def admit(self, epoch: int) -> None:
-        """See `Backend`."""
+    def admit(self, epoch: int, blob: bytes) -> None:
+        """See `Backend`. Who was given memory is known from the socket it was given over; the blob tells no more."""
         self._home.check()
         self._listener.admit(epoch)
 

@@ -291,8 +291,8 @@ class MooncakeBackend(Backend):
             return False
         return self._inbound.revoke(epoch, self._pump.tell)
 
-    def admit(self, epoch: int) -> None:
-        """See `Backend.admit`."""
+    def admit(self, epoch: int, blob: bytes) -> None:
+        """See `Backend.admit`. The proof is the end of this side's engine and asks nothing about the writer."""
         self._home.check()
         self._inbound.admit(epoch)
 

@@ -18,7 +18,8 @@ What `revoke(epoch)` proves: the destination's agent has been destroyed, with ev
 (`engine_closed`; it costs every connection, `describe` has changed and peers connect anew, outgoing ones too). That
 stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
 where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
-has exited. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC:
+has exited. `admit` tells which process that is, from the writer's own blob: its greeting comes over the library and may
+never arrive. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC:
 `capabilities` says `none` where those are possible.
 An epoch that is given the new blob is admitted anew (`admit`), and the proof of before covers it no longer.
 
@@ -239,7 +240,7 @@ class NixlBackend(Backend):
         """See `Backend`. To find out the transport to a peer elsewhere, or to a device, takes a child that loads UCX:
         seconds, with a device sometimes half a minute."""
         self._check_open()
-        body = decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
+        body = self._decode(blob, epoch)
         if body.epoch == self._epoch:
             raise BackendError("a backend does not connect to itself", where=f"peer {body.agent}")
 
@@ -255,6 +256,9 @@ class NixlBackend(Backend):
         return ThreadedConnecting(reach, lambda found: NixlPeer(*found, self._epoch), leave, self._engine.tell).start(
             "sglang-pd-nixl-connect"
         )
+
+    def _decode(self, blob: bytes, epoch: int) -> AgentBlob:
+        return decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
 
     def _transport_to(self, body: AgentBlob) -> str:
         """The transports of writes to that peer. Refuses TCP, or the unknown, for device memory."""
@@ -345,10 +349,10 @@ class NixlBackend(Backend):
             return False
         return not self._cma_possible() or self._engine.writer_gone(epoch, self._reaches_by_cma)
 
-    def admit(self, epoch: int) -> None:
-        """See `Backend`."""
+    def admit(self, epoch: int, blob: bytes) -> None:
+        """See `Backend`. The blob names the process that must have exited before `revoke` is True (CMA)."""
         self._home.check()
-        self._engine.admit(epoch)
+        self._engine.admit(epoch, self._decode(blob, epoch).process)
 
     def _cma_possible(self) -> bool:
         """Whether a process of this host could write here without going through our agent."""

@@ -96,6 +96,7 @@ class Engine:
         self._watching: dict[int, Link] = {}
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers: dict[int, set[ProcessIdentity]] = {}
+        self._knowing = threading.Lock()
         self._revoked: dict[int, _Revocation] = {}
         try:
             self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
@@ -164,14 +165,17 @@ class Engine:
             self._command(_Call(self._rebuild))
         return self._revoked[epoch].shown
 
-    def admit(self, epoch: int) -> None:
-        """That epoch may write through the agent of now: what was shown, or is being shown, does not cover it."""
+    def admit(self, epoch: int, process: ProcessIdentity) -> None:
+        """That epoch, of that process, may write through the agent of now: what was shown, or is being shown, does not
+        cover it."""
+        self._know(epoch, process)
         self._revoked.pop(epoch, None)
 
     def writer_gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
         """Whether every process that called itself `epoch`, and that could reach this memory itself, has exited."""
-        known = self.writers.get(epoch)
-        return bool(known) and all(not reachable(one) or process_gone(one) for one in tuple(known or ()))
+        with self._knowing:
+            known = tuple(self.writers.get(epoch, ()))
+        return bool(known) and all(not reachable(one) or process_gone(one) for one in known)
 
     def tell(self) -> None:
         """Make `news_fd` readable: something that the owner waits for has come. From any thread."""
@@ -321,9 +325,11 @@ class Engine:
         self._know(hello.epoch, hello.process)
 
     def _know(self, epoch: int, process: ProcessIdentity) -> None:
-        self.writers.setdefault(epoch, set()).add(process)
-        while len(self.writers) > MAX_WRITERS:
-            self.writers.pop(next(iter(self.writers)))
+        """From either thread: by `admit`, by a greeting, and of whom this side connects to."""
+        with self._knowing:
+            self.writers.setdefault(epoch, set()).add(process)
+            while len(self.writers) > MAX_WRITERS:
+                self.writers.pop(next(iter(self.writers)))
 
     def _news(self) -> None:
         try:
@@ -442,7 +448,7 @@ class Engine:
             return True
         until = time.monotonic() + drain_s
         while time.monotonic() < until:
-            # Greetings that wait in our sockets are the only word of who has written here.
+            # Greetings that wait in our sockets are the only word of who has written here without being admitted.
             self._listen(agent, time.monotonic())
             for link in self._links.values():
                 link.step(agent, time.monotonic())

@@ -19,6 +19,11 @@ def stays_clean(link: Link, for_s: float, what: str) -> None:
         require(late < 0, f"{what}: a byte landed at offset {late} of segment {number}")
 
 
+def admit(link: Link) -> None:
+    """The owners agreed: the target hears of the writer as its worker would tell it."""
+    link.target.call("admit", epoch=link.writer.epoch, blob=link.writer.call("describe"))
+
+
 @case
 def clean_drain(lab: Lab) -> Figures:
     """When every transfer is DONE, the writer's fence is True within 1 s."""
@@ -71,6 +76,28 @@ def writer_killed(lab: Lab) -> Figures:
 
 
 @case
+def writer_killed_before_it_connected(lab: Lab) -> Figures:
+    """A writer that was agreed with, and killed before it ever connected, leaves no memory without a proof."""
+    wanted = [((MIB,), lab.spec.src_device), ((MIB,), lab.spec.dst_device)]
+    writer, target = lab.spawn_many(wanted)
+    blob = writer.call("describe")
+    target.call("describe")
+    target.call("admit", epoch=writer.epoch, blob=blob)
+    writer.kill()
+    declared = target.capabilities
+    if declared["revoke_proof"] == "none":
+        asked = target.call("revoke", epoch=writer.epoch, within_s=1.0)
+        require(not asked["proven"], "a backend that declares no proof claims one")
+        return {"proof": "none"}
+    within_s = declared["revoke_within_s"]
+    asked = target.call("revoke", epoch=writer.epoch, within_s=within_s + SLACK_S)
+    require(asked["proven"], f"it never connected, is dead, and no proof within {within_s} s (and {SLACK_S} s more)")
+    again = lab.connect(lab.spawn((MIB,), device=lab.spec.src_device), target)
+    exact(again, one_item(again, 65536), 322, "a new writer after revoke")
+    return {"proof": declared["revoke_proof"], "took_ms": round(asked["took_s"] * 1e3, 1)}
+
+
+@case
 def live_writer_revoked(lab: Lab) -> Figures:
     """`revoke` of a writer that lives and goes on writing is True only if its bytes land no more."""
     link = lab.fresh((8 * MIB,), (8 * MIB,))
@@ -100,7 +127,7 @@ def revoked_and_admitted_again(lab: Lab) -> Figures:
     if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
         raise CaseSkipped("this transport proves nothing of a living writer")
     # Admitted before it has the new blob: from now on it may come back at any moment.
-    link.target.call("admit", epoch=link.writer.epoch)
+    admit(link)
     again = lab.connect(link.writer, link.target)
     batch = pages(350, 256, 16384, again.writer.sizes, again.target.sizes)
     again.move(batch)
@@ -124,7 +151,7 @@ def revoked_again_before_it_came_back(lab: Lab) -> None:
         raise CaseSkipped("no proof, as declared")
     if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
         raise CaseSkipped("this transport proves nothing of a living writer, though it has disconnected")
-    link.target.call("admit", epoch=link.writer.epoch)
+    admit(link)
     address = link.target.call("describe")
     require(link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"], "it never came back")
     canaries(link.target)

@@ -267,9 +267,9 @@ class Child:
         """Ask for the destination's proof until True or `within_s` seconds have passed."""
         return self._ask(lambda: self._live.revoke(epoch), within_s)
 
-    def admit(self, epoch: int) -> None:
-        """Agree with an incarnation again."""
-        self._live.admit(epoch)
+    def admit(self, epoch: int, blob: bytes) -> None:
+        """Agree with an incarnation, for the first time or again."""
+        self._live.admit(epoch, blob)
 
     def stream(self, peer: int, batch: dict[str, bytes], for_s: float, depth: int = 1) -> dict[str, int]:
         """Post one batch after another for `for_s` seconds, `depth` of them at once; how many ended how."""

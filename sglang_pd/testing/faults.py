@@ -125,9 +125,9 @@ class WrappedBackend(Backend):
         """The inner backend's."""
         return self.inner.revoke(epoch)
 
-    def admit(self, epoch: int) -> None:
+    def admit(self, epoch: int, blob: bytes) -> None:
         """The inner backend's."""
-        self.inner.admit(epoch)
+        self.inner.admit(epoch, blob)
 
     def progress(self) -> None:
         """The inner backend's."""

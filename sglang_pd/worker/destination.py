@@ -49,10 +49,10 @@ class DestinationSide:
 
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
         """Remember which ranks of an accepted source instance write here; they connect to this rank."""
-        writers = {src.epoch for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves}
-        self._writers[peer_epoch] = _Writers(pairing, open_epochs=writers)
-        for epoch in sorted(writers):
-            self._backend.admit(epoch)
+        writers = [src for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves]
+        self._writers[peer_epoch] = _Writers(pairing, open_epochs={src.epoch for src in writers})
+        for src in writers:
+            self._backend.admit(src.epoch, src.transport.connect)  # it may die before it ever connects
         self._report(Paired(peer_epoch=peer_epoch))
 
     def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:

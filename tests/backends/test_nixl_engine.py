@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from sglang_pd.backends.library_process import ProcessIdentity, own_identity
 from sglang_pd.backends.library_transfer import LibraryTransfer
 from sglang_pd.backends.nixl_engine import Engine
 from sglang_pd.backends.nixl_options import NixlOptions
@@ -130,3 +134,21 @@ def test_a_defect_ends_the_link_and_neither_the_call_nor_the_thread(engine: Engi
     write(engine, good, small=False)
     wait_for(lambda: bool(good.threads))
     assert good.lost is None
+
+
+def child_that_exited() -> ProcessIdentity:
+    code = "from sglang_pd.backends.library_process import own_identity as own; import msgspec as m; import sys"
+    code += "; sys.stdout.buffer.write(m.msgpack.encode(own()))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    return msgspec.msgpack.decode(said, type=ProcessIdentity)
+
+
+def test_a_writer_that_was_admitted_needs_no_greeting_to_be_proven_gone(engine: Engine) -> None:
+    def anywhere(process: ProcessIdentity) -> bool:
+        return True
+
+    assert not engine.writer_gone(7, anywhere), "nobody said who that is"
+    engine.admit(7, child_that_exited())
+    assert engine.writer_gone(7, anywhere)
+    engine.admit(7, own_identity())
+    assert not engine.writer_gone(7, anywhere), "a second process goes by that epoch, and lives"
