@@ -138,6 +138,7 @@ class MooncakeBackend(Backend):
             "listening": self._inbound.listening(),
             "generation": self._inbound.generation,
             "engine_rebuilds": self._links.rebuilds,
+            "not_replaced": str(self._inbound.failed or ""),
             "queued_transfers": self._pump.queued,
             **self._pump.counters,
         }

@@ -80,6 +80,11 @@ class Engine:
         return self._raw
 
     @property
+    def running(self) -> bool:
+        """False once `stop` has let go of the library's object, whether or not its end was proven since."""
+        return self._raw is not None
+
+    @property
     def session(self) -> str:
         """`host:rpc_port`, by which peers name this engine."""
         return f"{self.options.host}:{self.rpc_port}"
@@ -205,6 +210,7 @@ class Engine:
         """End the engine and wait until its sockets are gone: then its threads are joined. Idempotent.
 
         The caller sees to it that nobody is in a call. False when a socket is still there after `within_s` seconds.
+        Raises `OSError` where this process has no descriptor to look with; the engine may have ended, or run on.
         """
         if self._raw is not None:
             mooncake_sockets.quicken_accept(self.rpc_port)

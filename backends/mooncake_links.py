@@ -8,6 +8,7 @@ memory that peers could write to (over TCP; an RDMA engine must register what it
 
 from __future__ import annotations
 
+import logging
 import mmap
 import socket
 import threading
@@ -22,7 +23,7 @@ from sglang_pd.backends.mooncake_engine import Engine
 from sglang_pd.backends.mooncake_library import Library
 from sglang_pd.backends.mooncake_options import MooncakeOptions
 from sglang_pd.backends.mooncake_transfer import MooncakePeer, Outbound
-from sglang_pd.backends.shortage import is_shortage, no_descriptor, start_thread
+from sglang_pd.backends.shortage import in_words, is_shortage, no_descriptor, start_thread
 from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 FORGOTTEN_SESSIONS = 32
@@ -32,6 +33,8 @@ VERIFY_FAILURES = 3
 """So often the library at a peer's address may fail to answer, or its identity page to be read, before it is lost."""
 
 _LONGEST_VERIFY_PAUSE_S = 15.0
+
+_LOG = logging.getLogger(__name__)
 
 
 class IdentityPage:
@@ -226,15 +229,16 @@ class Links:
                 fresh.holds += 1
                 self.rebuilds += 1
             self._identify_held(fresh, peer)
-        except PdError as error:
+        except Exception as error:  # whatever it is: nobody else would ever ask after this peer
             if self._closed:
                 return
-            peer.verify_failures += error.__cause__ is None
+            peer.verify_failures += not isinstance(error.__cause__ or error, OSError)
             if not (_is_final(error) or peer.verify_failures >= VERIFY_FAILURES):
+                _LOG.info("%s is asked again who it is: %s: %s", peer.label, type(error).__name__, error)
                 peer.verify_at = time.monotonic() + peer.verify_pause_s
                 peer.verify_pause_s = min(2 * peer.verify_pause_s, _LONGEST_VERIFY_PAUSE_S)
                 return
-            peer.lose(error)
+            peer.lose(in_words(error, f"mooncake, {peer.label}"))
         else:
             peer.verify_pause_s, peer.verify_failures = 0.5, 0
         self.reap()
@@ -282,6 +286,7 @@ class Links:
         return all(gone) and not self._threads
 
 
-def _is_final(error: PdError) -> bool:
+def _is_final(error: Exception) -> bool:
     """Whether an error proves that the peer is gone: its port is closed, or somebody else is there."""
-    return error.code == "epoch_stale" or isinstance(error.__cause__, ConnectionRefusedError)
+    stale = isinstance(error, PdError) and error.code == "epoch_stale"
+    return stale or isinstance(error.__cause__, ConnectionRefusedError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _LISTEN = "0A"
@@ -77,6 +78,20 @@ def reserve(port: int) -> socket.socket | None:
     except OSError:
         held.close()
         return None
+    return held
+
+
+def reserve_all(ports: Iterable[int]) -> list[socket.socket]:
+    """`reserve` each. Raises `OSError`, and holds none, where this process has no descriptor for it."""
+    held: list[socket.socket] = []
+    try:
+        for port in ports:
+            one = reserve(port)
+            held += [one] if one is not None else []
+    except OSError:
+        for one in held:
+            one.close()
+        raise
     return held
 
 

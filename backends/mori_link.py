@@ -123,8 +123,10 @@ class Link(LibraryLink[Piece, Call]):
 
     def _run(self) -> None:
         defects = 0
-        while self._await_something():
+        while True:
             try:
+                if not self._await_something():
+                    break
                 if not self._turn():
                     self._pause()
             except Exception as error:  # the thread must outlive any defect: it holds what the library points to

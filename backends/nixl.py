@@ -347,7 +347,7 @@ class NixlBackend(Backend):
             return False
         if not self._engine.revoke(epoch):
             return False
-        return not self._cma_possible() or self._engine.writer_gone(epoch, self._reaches_by_cma)
+        return not self._cma_possible() or self._engine.writers.gone(epoch, self._reaches_by_cma)
 
     def admit(self, epoch: int, blob: bytes) -> None:
         """See `Backend`. The blob names the process that must have exited before `revoke` is True (CMA)."""

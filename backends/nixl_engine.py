@@ -20,17 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
-
 from sglang_pd.backends.home import Home, give_back
 from sglang_pd.backends.library_blob import SegmentEntry
-from sglang_pd.backends.library_process import ProcessIdentity, own_identity, process_gone
+from sglang_pd.backends.library_process import ProcessIdentity
 from sglang_pd.backends.nixl_blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl_library import Agent, Handle, Library, log
 from sglang_pd.backends.nixl_link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl_memory import use_device
 from sglang_pd.backends.nixl_options import NixlOptions
-from sglang_pd.backends.shortage import start_thread
+from sglang_pd.backends.nixl_writers import Writers, greeting
+from sglang_pd.backends.shortage import in_words, start_thread
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError, TransferError
 
 T = TypeVar("T")
@@ -42,26 +41,18 @@ AWARE_S = 0.1
 HINTED_S = 0.05
 WATCH_S = 0.01
 DEFECT_PAUSE_MS = 10
+REBUILD_PAUSE_S = 0.5
+"""Seconds before a rebuild that failed is tried again."""
 DRAIN_S = 0.2
 """Seconds that unfinished transfers of ours get before our agent closes under them."""
-HELLO = b"PD-NIXL hello"
-MAX_NOTE_BYTES = 1024
-MAX_WRITERS = 65_536
 MAX_COMMANDS = 65_536
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a writer says about itself when it connects, so that its death can be shown later."""
-
-    epoch: int
-    process: ProcessIdentity
 
 
 @dataclass(slots=True, eq=False)
 class _Revocation:
-    """What an owner asked for. `shown`: the agent through which that epoch wrote has been destroyed since."""
+    """What an owner asked for. `closed`: the agent through which that epoch wrote has been closed since."""
 
-    shown: bool = False
+    closed: bool = False
 
 
 @dataclass(slots=True)
@@ -91,12 +82,17 @@ class Engine:
         self._links: dict[str, Link] = {}
         self._ghosts: list[Link] = []
         self._serving = False
+        self._closing: list[Agent] = []
+        """Agents that were closed and are not known to be destroyed."""
+        self._rebuilding = False
+        self._rebuild_at = 0.0
+        self.not_rebuilt: PdError | None = None
+        """Why the last attempt to rebuild the agent failed; None after one that did not."""
         self._poller = select.poll()
         self._poller.register(self._wake_fd, select.POLLIN)
         self._watching: dict[int, Link] = {}
         self._moved = self._seen = self._hinted = self._watched = 0.0
-        self.writers: dict[int, set[ProcessIdentity]] = {}
-        self._knowing = threading.Lock()
+        self.writers = Writers()
         self._revoked: dict[int, _Revocation] = {}
         try:
             self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
@@ -159,23 +155,23 @@ class Engine:
             os.eventfd_write(self._wake_fd, 1)
 
     def revoke(self, epoch: int) -> bool:
-        """Close the agent for the sake of `epoch`, once. True when that has been done and shown."""
-        if epoch not in self._revoked:
-            self._revoked[epoch] = _Revocation()
+        """Close the agent for the sake of `epoch`, once. True when it is shown to be destroyed, and another is there.
+
+        Without another nobody could be told where to write now: who asks for the proof goes on asking until there is.
+        """
+        one = self._revoked.setdefault(epoch, _Revocation())
+        if one.closed and self._agent is not None:
+            return all(agent.destroyed for agent in tuple(self._closing))
+        if not self._rebuilding and time.monotonic() >= self._rebuild_at:
+            self._rebuilding = True
             self._command(_Call(self._rebuild))
-        return self._revoked[epoch].shown
+        return False
 
     def admit(self, epoch: int, process: ProcessIdentity) -> None:
         """That epoch, of that process, may write through the agent of now: what was shown, or is being shown, does not
         cover it."""
-        self._know(epoch, process)
+        self.writers.add(epoch, process)
         self._revoked.pop(epoch, None)
-
-    def writer_gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
-        """Whether every process that called itself `epoch`, and that could reach this memory itself, has exited."""
-        with self._knowing:
-            known = tuple(self.writers.get(epoch, ()))
-        return bool(known) and all(not reachable(one) or process_gone(one) for one in known)
 
     def tell(self) -> None:
         """Make `news_fd` readable: something that the owner waits for has come. From any thread."""
@@ -206,7 +202,12 @@ class Engine:
             with self._driving:
                 pause = self._turn(ended)
                 self._sleeping = True
-            ended = self._rest(pause)
+            try:
+                ended = self._rest(pause)
+            except Exception as error:  # see `_turn`
+                self._defect(error, [])
+                ended = []
+                time.sleep(DEFECT_PAUSE_MS / 1000)
             self._sleeping = False
         with self._driving:
             self._over = True
@@ -313,23 +314,7 @@ class Engine:
             if message == BEAT:
                 continue
             self._seen = self._hinted = now
-            if message.startswith(HELLO) and len(message) <= MAX_NOTE_BYTES:
-                self._greet(message[len(HELLO) :])
-
-    def _greet(self, message: bytes) -> None:
-        try:
-            hello = msgspec.msgpack.decode(message, type=Hello)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            log.warning("a writer's greeting does not decode: %s", error)
-            return
-        self._know(hello.epoch, hello.process)
-
-    def _know(self, epoch: int, process: ProcessIdentity) -> None:
-        """From either thread: by `admit`, by a greeting, and of whom this side connects to."""
-        with self._knowing:
-            self.writers.setdefault(epoch, set()).add(process)
-            while len(self.writers) > MAX_WRITERS:
-                self.writers.pop(next(iter(self.writers)))
+            self.writers.heard(message)
 
     def _news(self) -> None:
         try:
@@ -354,12 +339,13 @@ class Engine:
 
     def start(self) -> None:
         """Build the agent. Raises `BackendUnavailable`."""
-        self._agent = Agent(self._library, agent_name(self._epoch, self.rebuilds), self._options)
+        self._agent = Agent(self._library, agent_name(self._epoch, 0), self._options)
 
     def agent(self) -> Agent:
-        """The agent. Raises `BackendError` where it could not be rebuilt."""
+        """The agent. Raises `BackendError`, or what it was, where it could not be rebuilt yet."""
         if self._agent is None:
-            raise BackendError("the library's agent is gone", code="backend_unavailable", where="nixl")
+            gone = BackendError("the library's agent is gone", code="backend_unavailable", where="nixl")
+            raise self.not_rebuilt or gone
         return self._agent
 
     def register(self, segments: list[SegmentEntry]) -> None:
@@ -409,10 +395,9 @@ class Engine:
         link.users = 1
         self._links[link.name] = link
         self._watch(link)
-        self._know(blob.epoch, blob.process)
-        hello = HELLO + msgspec.msgpack.encode(Hello(self._epoch, own_identity()))
+        self.writers.add(blob.epoch, blob.process)
         self._seen = time.monotonic()
-        link.hint(self.agent(), hello, self._seen)
+        link.hint(self.agent(), greeting(self._epoch), self._seen)
         return link
 
     def disconnect(self, link: Link) -> None:
@@ -424,34 +409,45 @@ class Engine:
     # Thread: closing
 
     def _rebuild(self) -> None:
-        """Close the agent for every epoch that asked, and build another one under a new name."""
-        asked = [one for one in list(self._revoked.values()) if not one.shown]
-        if self._agent is None or not asked:
-            return
-        shown = self._close(DRAIN_S)
-        self.rebuilds += 1
+        """Close the agent for every epoch that asked, and build another one; where that fails, asking tries again."""
         try:
-            self.start()
-            self.agent().register(self._segments)
-        except PdError as error:
-            self._agent = None
-            log.error("nixl's agent could not be rebuilt: %s", error)
-        for one in asked:
-            one.shown = shown
-        if not shown:
-            log.error("nixl's agent was not destroyed; nothing is proven")
-        self._news()
+            self._replace()
+            self.not_rebuilt = None
+        except Exception as error:
+            cause = in_words(error, "nixl's agent, which could not be rebuilt")
+            if str(cause) != str(self.not_rebuilt or ""):
+                log.error("nixl's agent is not rebuilt yet: %s", cause)
+            self.not_rebuilt = cause
+            self._rebuild_at = time.monotonic() + REBUILD_PAUSE_S
+        finally:
+            self._rebuilding = False
+            self._news()
 
-    def _close(self, drain_s: float) -> bool:
+    def _replace(self) -> None:
+        asked = [one for one in list(self._revoked.values()) if not one.closed]
+        if asked:
+            self._close(DRAIN_S)
+            for one in asked:
+                one.closed = True
+        if self._agent is None:
+            agent = Agent(self._library, agent_name(self._epoch, self.rebuilds + 1), self._options)
+            try:
+                agent.register(self._segments)
+            except Exception:
+                agent.destroy(())  # nobody was told of it
+                raise
+            self.rebuilds += 1
+            self._agent = agent
+
+    def _close(self, drain_s: float) -> None:
+        """Close the agent. It stays in `_closing` until it is known to be destroyed."""
         agent = self._agent
-        if agent is None:
-            return True
         until = time.monotonic() + drain_s
-        while time.monotonic() < until:
+        while agent is not None and time.monotonic() < until:
             # Greetings that wait in our sockets are the only word of who has written here without being admitted.
             self._listen(agent, time.monotonic())
             for link in self._links.values():
-                link.step(agent, time.monotonic())
+                self._step(link, time.monotonic())
             time.sleep(0.001)
         error = TransferError("our own agent was closed by revoke or close", code="peer_lost", backend="nixl")
         handles: list[Handle] = []
@@ -461,12 +457,18 @@ class Engine:
             if link not in self._ghosts:
                 self._ghosts.append(link)
         self._links.clear()
-        self._agent = None
-        if not agent.destroy(handles):
-            return False
+        if agent is not None:
+            self._closing.append(agent)
+            self._agent = None
+            agent.destroy(handles)
+        for one in self._closing:
+            one.destroy(())
+        self._closing = [one for one in self._closing if not one.destroyed]
+        if self._closing:
+            log.error("nixl's agent was not destroyed; nothing is proven")
+            return
         for link in self._ghosts:
             link.closed()
-        return True
 
     def _end(self) -> None:
         try:

@@ -159,6 +159,7 @@ class Agent:
         self._stuck: list[Handle] = []
         config = library.api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
         self._agent = _call("creating the agent", "", library.api.nixl_agent, name, config)
+        self._inner = weakref.ref(self._agent.agent)
         plugins = self._agent.get_plugin_list()
         failure = None
         if options.plugin not in plugins:
@@ -262,16 +263,21 @@ class Agent:
         """Close the agent, whose unfinished `handles` are given up. True when the library has really destroyed it.
 
         Its destructor closes every connection and joins its threads, so nothing that came over a socket can be stored
-        afterwards.
+        afterwards. May be called again.
         """
         for handle in [*handles, *self._stuck]:
-            # Releasing is no cancel, and the finaliser must not try it on an agent that is gone.
-            handle.raw._released = True
-            handle.raw = None
+            if handle.raw is not None:
+                # Releasing is no cancel, and the finaliser must not try it on an agent that is gone.
+                handle.raw._released = True
+                handle.raw = None
         self._stuck = []
-        inner = weakref.ref(self._agent.agent)
         self._agent = None
-        return inner() is None
+        return self.destroyed
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the library has destroyed it. From any thread."""
+        return self._inner() is None
 
 
 def _advance(call: Callable[[Any], str], handle: Handle, doing: str, name: str) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sglang_pd.protocol.errors import BackendUnavailable
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError
 
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -26,6 +26,17 @@ def no_descriptor(error: OSError, where: str) -> BackendUnavailable:
 def is_shortage(error: OSError) -> bool:
     """Whether a call failed for want of something of this process's own."""
     return error.errno in _SHORT
+
+
+def in_words(error: Exception, where: str) -> PdError:
+    """What went wrong in a thread of ours, to be kept and told: without its traceback, which keeps what it touched."""
+    if isinstance(error, PdError):
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    if isinstance(error, OSError) and is_shortage(error):
+        return no_descriptor(error, where)
+    what = f"{type(error).__name__}: {error}"
+    return BackendError("a defect in a thread of the backend", code="internal", where=where, actual=what[:500])
 
 
 def check_descriptors(where: str) -> None:

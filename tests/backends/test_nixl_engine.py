@@ -147,8 +147,8 @@ def test_a_writer_that_was_admitted_needs_no_greeting_to_be_proven_gone(engine: 
     def anywhere(process: ProcessIdentity) -> bool:
         return True
 
-    assert not engine.writer_gone(7, anywhere), "nobody said who that is"
+    assert not engine.writers.gone(7, anywhere), "nobody said who that is"
     engine.admit(7, child_that_exited())
-    assert engine.writer_gone(7, anywhere)
+    assert engine.writers.gone(7, anywhere)
     engine.admit(7, own_identity())
-    assert not engine.writer_gone(7, anywhere), "a second process goes by that epoch, and lives"
+    assert not engine.writers.gone(7, anywhere), "a second process goes by that epoch, and lives"
