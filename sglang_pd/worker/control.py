@@ -75,8 +75,6 @@ class InstanceControl:
         self.desk: RoomDesk | None = None
         self._pending: list[PendingOpen] = []
         self._calls_before_ready: list[tuple[str, bytes | None]] = []
-        self._left: dict[int, frozenset[int]] = {}
-        """Lost peers whose fence is sought here: the epochs of their ranks."""
         self.failed: ErrorInfo | None = None
         self.draining_until_s: float | None = None
         self._turned_s = clock()
@@ -128,8 +126,8 @@ class InstanceControl:
             self.ranks.disagree(error, self._clock())
             return
         self.ranks.fault = None
-        self.peering = Peering(own, self.link, self)
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
+        self.peering = Peering(own, self.link, self, self.desk.seeking)
         self.desk.watch = self.watch
         calls, self._calls_before_ready = self._calls_before_ready, []
         for address, key in calls:
@@ -331,14 +329,18 @@ class InstanceControl:
         self.watch.peer(talk.instance, talk.incarnation, PeerState.LOST, error.message)
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
-            if talk.manifest is not None and self.desk.sought(epoch):
-                self._left[epoch] = frozenset(rank.epoch for rank in talk.manifest.ranks)
+            if talk.manifest is not None:
+                self.desk.seeking.lost(epoch, talk.manifest)
         self.ranks.order(Unpair(peer_epoch=epoch))
 
-    def unproven(self, manifest: InstanceManifest) -> bool:
+    def fenced(self, own_epoch: int) -> bool:
         """See `peering.Heard`."""
-        self._left = {epoch: ranks for epoch, ranks in self._left.items() if self.desk and self.desk.sought(epoch)}
-        return any(rank.epoch in ranks for ranks in self._left.values() for rank in manifest.ranks)
+        return self.desk is not None and self.desk.prefill.fenced(own_epoch)
+
+    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
+        """See `peering.Heard`."""
+        if self.desk is not None:
+            self.desk.fenced_by_peer(epoch, manifest, self._clock())
 
     def refused(self, talk: Conversation) -> None:
         """See `peering.Heard`."""

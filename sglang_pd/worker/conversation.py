@@ -79,8 +79,8 @@ class Conversation:
     incarnation: the peer's `InstanceManifest.epoch`, 0 while unknown.
     address: where this side calls, empty for callers. server_key: the CURVE key it was given to call there. aliases:
     other addresses at which the same instance answered. wanted: keep calling it, rooms or not. paired: what the own
-    ranks said of their connections. renewal: the handshake of a new manifest of the same incarnation (a backend was
-    rebuilt), while the old one stands.
+    ranks said of their connections. left: epochs of the peer that this side lost, and against which it seeks proof.
+    renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt), while the old one stands.
     """
 
     party: Party
@@ -109,6 +109,7 @@ class Conversation:
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
     renewal: Conversation | None = None
+    left: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """Its state as plain data."""
@@ -149,8 +150,8 @@ class Conversation:
         self.paired, self.next_send_s, self.renewal = {}, NOW_S, None
 
 
-def hello(own: Self) -> Hello:
-    """Decode's introduction."""
+def hello(own: Self, lost: tuple[int, ...] = ()) -> Hello:
+    """Decode's introduction. lost: see `Hello`."""
     return Hello(
         instance=own.manifest.instance_id,
         manifest=own.encoded,
@@ -158,6 +159,7 @@ def hello(own: Self) -> Hello:
         packing_rules=(PACKING_ORDER,),
         heartbeat_ms=own.heartbeat_ms,
         liveness_ms=own.liveness_ms,
+        lost=lost,
     )
 
 
@@ -169,15 +171,14 @@ def check_rules(message: Hello) -> None:
         )
 
 
-def answer(own: Self, talk: Conversation, message: Hello, judged: Judged) -> HelloReply:
-    """Prefill's side of a Hello that was judged: remember what follows, and say so."""
+def answer(talk: Conversation, message: Hello, judged: Judged) -> None:
+    """Prefill's side of a Hello that was judged: remember what follows."""
     _take(talk, message, judged)
     talk.stage = Stage.GREETED if talk.pairing else Stage.REFUSED
-    return offer(own, talk)
 
 
-def offer(own: Self, talk: Conversation) -> HelloReply:
-    """The answer, as often as it is asked for."""
+def offer(own: Self, talk: Conversation, fenced: tuple[int, ...]) -> HelloReply:
+    """The answer, as often as it is asked for. fenced: see `HelloReply`."""
     return HelloReply(
         instance=own.manifest.instance_id,
         manifest=own.encoded,
@@ -188,6 +189,7 @@ def offer(own: Self, talk: Conversation) -> HelloReply:
         packing_rule=PACKING_ORDER,
         heartbeat_ms=own.heartbeat_ms,
         liveness_ms=own.liveness_ms,
+        fenced=fenced,
     )
 
 

@@ -12,7 +12,7 @@ from sglang_pd.protocol.bind import check_lists, check_prefix
 from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, RoomError
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt
-from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Limits, Role
@@ -58,6 +58,7 @@ from sglang_pd.worker.orders import (
     Revoked,
     RoomFault,
     Seek,
+    Unpair,
     WroteRange,
 )
 from sglang_pd.worker.seeking import Seeking
@@ -127,7 +128,7 @@ class RoomDesk:
         self._claims = Claims()
         self._handles: dict[int, int] = {}
         """Rooms of prefill by their handles."""
-        self._seeking = Seeking()
+        self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
         self.verification = Verification(ranks, outside.order, self._found, self._verified)
@@ -273,14 +274,16 @@ class RoomDesk:
 
     def _prove(self, peer_epoch: int, rank: RankId) -> None:
         """Nothing of that peer lands at that own rank any more."""
-        for room in self._seeking.prove(peer_epoch, rank):
+        for room in self.seeking.prove(peer_epoch, rank):
             self._local(Role.DECODE, room, Proven(str(rank)))
 
-    def fenced_by_peer(self, peer_epoch: int, now_s: float) -> None:
-        """Decode: a lost peer that lives says itself that it writes no more under that epoch."""
+    def fenced_by_peer(self, peer_epoch: int, manifest: InstanceManifest, now_s: float) -> None:
+        """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer."""
         self._now_s = now_s
-        for rank in self._ranks:
-            self._prove(peer_epoch, rank)
+        if self.seeking.wrote(peer_epoch, manifest):
+            for rank in self._ranks:
+                self._prove(peer_epoch, rank)
+            self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))
 
     def _fault(self, report: RoomFault) -> None:
         if report.generation:
@@ -314,7 +317,7 @@ class RoomDesk:
         for room in self.prefill.rooms.values():
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)
-        for epoch in self._seeking.open_at(rank):
+        for epoch in self.seeking.open_at(rank):
             self._outside.order(Seek(peer_epoch=epoch), rank)
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -453,14 +456,10 @@ class RoomDesk:
         )
 
     def _seek(self, effect: Revoke) -> None:
-        if self._seeking.add(effect.peer_epoch, effect.room):
+        if self.seeking.add(effect.peer_epoch, effect.room):
             self._outside.order(Seek(peer_epoch=effect.peer_epoch))
-        for rank in self._seeking.proven(effect.peer_epoch):
+        for rank in self.seeking.proven(effect.peer_epoch):
             self._local(Role.DECODE, effect.room, Proven(str(rank)))
-
-    def sought(self, peer_epoch: int) -> bool:
-        """True while rooms wait for the proof that nothing of that peer lands here any more."""
-        return self._seeking.open(peer_epoch)
 
     def _release(self, role: Role, effect: Releasable) -> None:
         known = self._known.get((role, effect.room))
@@ -474,7 +473,7 @@ class RoomDesk:
         if role is Role.DECODE:
             self._claims.give_back(handle)
             self.verification.forget(effect.room, effect.generation)
-            self._seeking.drop(effect.room)
+            self.seeking.drop(effect.room)
 
     @property
     def open_rooms(self) -> int:

@@ -11,10 +11,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from sglang_pd.protocol.codec import Received, decode, encode, type_number
+from sglang_pd.protocol.codec import Received, decode, encode
 from sglang_pd.protocol.errors import CODES, ErrorInfo, PdError, RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest
-from sglang_pd.protocol.messages import Heartbeat, Hello, HelloConfirm, HelloReply, Message, Refusal, RoomMessage
+from sglang_pd.protocol.messages import (
+    MAX_LOST,
+    Heartbeat,
+    Hello,
+    HelloConfirm,
+    HelloReply,
+    Message,
+    Refusal,
+)
 from sglang_pd.worker.conversation import (
     MAX_CALLERS,
     MAX_STRANGER_BYTES,
@@ -34,9 +42,10 @@ from sglang_pd.worker.conversation import (
 from sglang_pd.worker.judge import Case, Judge, Judged
 from sglang_pd.worker.link import Called, Link, Party
 from sglang_pd.worker.names import FORGET_CALL_S, Names
+from sglang_pd.worker.refusals import Refusals
+from sglang_pd.worker.seeking import Seeking
 from sglang_pd.worker.speakers import Speakers
 
-REFUSALS_PER_S: Final = 200
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
 
@@ -56,8 +65,11 @@ class Heard(Protocol):
     def refused(self, talk: Conversation) -> None:
         """The verdict is a refusal; `talk.error` says why."""
 
-    def unproven(self, manifest: InstanceManifest) -> bool:
-        """True while the proof is sought that former writes of one of these ranks land here no more."""
+    def fenced(self, own_epoch: int) -> bool:
+        """True when nothing of rooms in which this side went by that epoch is written any more."""
+
+    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
+        """The instance of that manifest, which lives, says so of what it wrote as that lost peer."""
 
     def room_message(self, talk: Conversation, message: Message) -> None:
         """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""
@@ -66,8 +78,9 @@ class Heard(Protocol):
 class Peering:
     """Conversations of one incarnation of this side."""
 
-    def __init__(self, own: Self, link: Link, heard: Heard) -> None:
+    def __init__(self, own: Self, link: Link, heard: Heard, seeking: Seeking) -> None:
         self.own = own
+        self._seeking = seeking
         self._link = link
         self._heard = heard
         self._names = Names()
@@ -77,8 +90,7 @@ class Peering:
         self._judge = Judge(link.ring)
         self._now_s = 0.0
         self._sequence = 0
-        self._refusals_left = float(REFUSALS_PER_S)
-        self._refilled_s = float("inf")
+        self._refusals = Refusals()
         self.counts: Counter[str] = Counter()
         self.draining = False
 
@@ -186,7 +198,7 @@ class Peering:
         if talk is not None and talk.stage in (Stage.GREETED, Stage.AGREED):
             talk.heard_s = now_s
             if (talk.epoch, talk.manifest_digest, talk.own_digest) == (epoch, message.manifest_digest, self.own.digest):
-                self._say(talk, offer(self.own, talk))  # its reply was lost
+                self._say(talk, offer(self.own, talk, self._fenced(message)))  # its reply was lost
                 return
         self._ask(
             party, self._case(epoch, 0, message, source=True), lambda judged: self._answer(party, message, judged)
@@ -222,7 +234,7 @@ class Peering:
         else:
             current = talk.renew()
         current.heard_s = self._now_s
-        reply = answer(self.own, current, message, judged)
+        answer(current, message, judged)
         if current is talk and stands:
             talk.stage = Stage.AGREED
         try:
@@ -234,7 +246,16 @@ class Peering:
             self._callers.pop(party, None)
             self._make_room(len(case.stated))
             self._callers[party] = talk
-        self._say(talk, reply)
+        self._say(talk, offer(self.own, current, self._fenced(message)))
+
+    def _fenced(self, message: Hello) -> tuple[int, ...]:
+        """What decode lost and this side is through with: no conversation goes by that epoch, and no room is left."""
+        speaking = {talk.own_epoch for talk in self._callers.values()}
+        return tuple(epoch for epoch in message.lost if epoch not in speaking and self._heard.fenced(epoch))
+
+    def _hello(self, talk: Conversation) -> Hello:
+        talk.left = tuple(epoch for epoch in talk.left if self._seeking.open(epoch))
+        return hello(self.own, talk.left)
 
     def _make_room(self, more_bytes: int) -> None:
         """Bound what callers can make this side keep, before one more comes."""
@@ -271,7 +292,9 @@ class Peering:
         if current is talk:
             if self._merged(talk, self._speakers.same(judged.manifest)):
                 return
-            if self._heard.unproven(judged.manifest):
+            for epoch in set(message.fenced) & set(talk.left):
+                self._heard.fenced_by_peer(epoch, judged.manifest)
+            if self._seeking.against(judged.manifest):
                 self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
                 talk.held = judged
                 return
@@ -366,23 +389,10 @@ class Peering:
         kind: type[Message] | None = None,
     ) -> None:
         self.counts[f"refused_{error.code}"] += 1
-        self._refusals_left = min(
-            REFUSALS_PER_S, self._refusals_left + max(0.0, now_s - self._refilled_s) * REFUSALS_PER_S
-        )
-        self._refilled_s = now_s
-        message = received.message if received else None
-        if self._refusals_left < 1 or isinstance(message, Refusal):
-            return
-        self._refusals_left -= 1
-        room = message if isinstance(message, RoomMessage) else None
-        refusal = Refusal(
-            error=error.info(),
-            refused_type=received.header.type if received else type_number(kind) if kind else 0,
-            room=room.room if room else 0,
-            generation=room.generation if room else 0,
-        )
-        talk = self._find(party)
-        self._link.send(party, encode(refusal, epoch=talk.own_epoch if talk else self.own.epoch))
+        refusal = self._refusals.of(received, error, now_s, kind)
+        if refusal is not None:
+            talk = self._find(party)
+            self._link.send(party, encode(refusal, epoch=talk.own_epoch if talk else self.own.epoch))
 
     # --- life and death ----------------------------------------------------------------------------------------------
 
@@ -404,6 +414,7 @@ class Peering:
         self._speakers.remove(talk)
         if talk.address:
             self._names.part(talk)
+            talk.left = (*talk.left, epoch)[-MAX_LOST:] if agreed else talk.left
             talk.restart()
         else:
             talk.stage = Stage.LOST
@@ -445,8 +456,8 @@ class Peering:
                 )
                 self._say(talk, beat)
                 if talk.renewal is not None and talk.address:
-                    self._say(talk, hello(self.own))
-            elif talk.address and not talk.wanted and now_s >= talk.used_s + FORGET_CALL_S:
+                    self._say(talk, self._hello(talk))
+            elif talk.address and not talk.wanted and not talk.left and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
             elif talk.address and self.draining:  # nothing is said to it any more, until it is forgotten
@@ -465,7 +476,7 @@ class Peering:
                 talk.stage = Stage.CALLING if refused else talk.stage
                 talk.next_send_s = now_s + (RETRY_REFUSED_S if refused else self.own.heartbeat_ms / 1000)
                 if self._judge.asked(talk.party) is None:
-                    self._say(talk, hello(self.own))
+                    self._say(talk, self._hello(talk))
 
     def next_timer_s(self) -> float | None:
         """When `tick` is due."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.manifest import InstanceManifest, RankId
 
 
 class Seeking:
-    """By the epoch of a lost peer: the rooms that wait for the proof, and the own ranks that have it."""
+    """By the epoch of a lost peer: the rooms that wait for the proof, the own ranks that have it, and the epochs of the
+    peer's ranks.
+    """
 
     def __init__(self) -> None:
         self._rooms: dict[int, set[int]] = {}
         self._proven: dict[int, set[RankId]] = {}
+        self._writers: dict[int, frozenset[int]] = {}
 
     def add(self, peer_epoch: int, room: int) -> bool:
         """A room waits. True for the first with that peer: the ranks have to be asked."""
@@ -18,6 +21,19 @@ class Seeking:
         first = not rooms
         rooms.add(room)
         return first
+
+    def lost(self, peer_epoch: int, manifest: InstanceManifest) -> None:
+        """Who wrote as that peer."""
+        if peer_epoch in self._rooms:
+            self._writers[peer_epoch] = _epochs(manifest)
+
+    def against(self, manifest: InstanceManifest) -> bool:
+        """Whether the proof is sought that former writes of one of these ranks land here no more."""
+        return any(_epochs(manifest) & writers for writers in self._writers.values())
+
+    def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
+        """Whether just these ranks wrote as that peer, so that they may speak for all of it."""
+        return self._writers.get(peer_epoch) == _epochs(manifest)
 
     def prove(self, peer_epoch: int, rank: RankId) -> list[int]:
         """A rank has the proof; gives the rooms that waited for it."""
@@ -45,3 +61,8 @@ class Seeking:
             if not rooms:
                 del self._rooms[epoch]
                 self._proven.pop(epoch, None)
+                self._writers.pop(epoch, None)
+
+
+def _epochs(manifest: InstanceManifest) -> frozenset[int]:
+    return frozenset(rank.epoch for rank in manifest.ranks)
