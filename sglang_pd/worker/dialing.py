@@ -16,8 +16,10 @@ CONNECT_TIMEOUT_MS = 5_000
 def split(address: str) -> tuple[str, int] | None:
     """Host name and port of `tcp://name:port`; None for numbers, and for what is no such address.
 
-    Raises `ValueError` for a port that is none.
+    Raises `ValueError` for a port that is none, and for a text that is no host's name.
     """
+    if not isinstance(address, str) or not address.isascii():
+        raise ValueError("not a text in ASCII")
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not port.isdecimal() or not host:
         return None
@@ -73,3 +75,4 @@ class Dial:
     def close(self) -> None:
         """Before the DEALER is closed."""
         self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
