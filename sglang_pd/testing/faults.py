@@ -138,6 +138,11 @@ class WrappedBackend(Backend):
         """The inner backend's."""
         return self.inner.progress_interval_s
 
+    @property
+    def engines_replaced(self) -> int:
+        """The inner backend's."""
+        return self.inner.engines_replaced
+
     def wakeup_fd(self) -> int | None:
         """The inner backend's."""
         return self.inner.wakeup_fd()
@@ -210,6 +215,13 @@ class FaultyTransfer(Transfer):
     def error(self) -> PdError | None:
         """See `Transfer`."""
         return None if self._state is TransferState.DONE else self._error
+
+    @property
+    def source_free(self) -> bool:
+        """See `Transfer`: what is still to be posted reads the source, and what was posted says it itself."""
+        if self.poll() is not TransferState.UNKNOWN:
+            return self.quiesced
+        return self.post is None and (self._real is None or self._real.source_free)
 
     @property
     def may_land(self) -> bool:

@@ -1,16 +1,19 @@
 """The fault-injecting backend: each fault does what it says, and stays within the contract."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import MagicMock, PropertyMock
 
 import numpy as np
 import pytest
 
-from sglang_pd.backends.base import Backend, Peer, Segment, Transfer, TransferState
+from sglang_pd.backends.base import Backend, Connecting, Peer, Segment, Transfer, TransferState
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.batch import WriteBatch
-from sglang_pd.protocol.errors import ConfigError
-from sglang_pd.testing.faults import Fault, FaultyBackend, install
+from sglang_pd.protocol.errors import ConfigError, TransferError
+from sglang_pd.testing.faults import Fault, FaultyBackend, FaultyTransfer, SlowConnecting, WrappedBackend, install
 from sglang_pd.testing.memory import fill, read_bytes
 from sglang_pd.testing.pattern import Ranges, make_batch
 
@@ -175,3 +178,89 @@ def test_by_name(make: Maker) -> None:
         assert backend.epoch == 5 and backend.capabilities.name == "local"
     with pytest.raises(ConfigError, match=r"faults\[0\]"):
         create_backend("faulty", epoch=5, options={"inner": "local", "faults": [{"kind": "explode"}]})
+
+
+# A wrapper that leaves out a member answers with the contract's default where the transport says something else.
+
+
+def members(contract: type) -> list[str]:
+    return [name for name in vars(contract) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", members(Backend))
+def test_every_member_of_a_backend_is_passed_on(name: str) -> None:
+    inner = MagicMock()
+    wrapped = WrappedBackend(inner)
+    member = inspect.getattr_static(Backend, name)
+    if isinstance(member, property):
+        said = PropertyMock(return_value=object())
+        setattr(type(inner), name, said)
+        assert getattr(wrapped, name) is said.return_value and said.call_count == 1
+        return
+    parameters = list(inspect.signature(member).parameters.values())[1:]
+    given = {one.name: object() for one in parameters}
+    plain = [given[one.name] for one in parameters if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = {one.name: given[one.name] for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    answer = getattr(wrapped, name)(*plain, **named)
+    getattr(inner, name).assert_called_once_with(*plain, **named)
+    nothing = inspect.signature(member).return_annotation == "None"
+    assert answer is (None if nothing else getattr(inner, name).return_value)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "contract", "by_poll"),
+    [(FaultyTransfer, Transfer, {"quiesced"}), (SlowConnecting, Connecting, {"wait"})],
+)
+def test_every_member_is_the_wrappers_own_but_for_what_follows_from_poll(
+    wrapper: type, contract: type, by_poll: set[str]
+) -> None:
+    left_out = {name for name in members(contract) if inspect.getattr_static(wrapper, name) is vars(contract)[name]}
+    assert left_out == by_poll
+
+
+class Told(Transfer):
+    """A transfer that is what it is told to be."""
+
+    nbytes = 4
+
+    def __init__(self, state: TransferState, free: bool) -> None:
+        self.state, self.free = state, free
+
+    def poll(self) -> TransferState:
+        return self.state
+
+    @property
+    def error(self) -> TransferError | None:
+        return None if self.state is TransferState.DONE else TransferError("told", code="transfer_unknown")
+
+    @property
+    def source_free(self) -> bool:
+        return self.free or self.quiesced
+
+
+@pytest.mark.parametrize("kind", ["delay", "late"])
+def test_the_source_is_free_when_the_transport_says_so_and_never_before_it_was_posted(kind: Any) -> None:
+    clock, real = Clock(), Told(TransferState.UNKNOWN, False)
+    inner: Any = MagicMock()
+    inner.write.return_value = real
+    batch: Any = MagicMock(total_bytes=4, __len__=lambda self: 1)
+    transfer = FaultyBackend(inner, [Fault(kind=kind, seconds=2.0)], clock=clock).write(
+        MagicMock(), batch, deadline_s=1.0
+    )
+    assert not transfer.source_free
+    clock.now += 1.5
+    assert transfer.poll() is TransferState.UNKNOWN and not transfer.source_free, "it is still to be posted"
+    clock.now += 1.0
+    assert transfer.poll() is TransferState.UNKNOWN and not transfer.source_free, "it was posted, and is read"
+    real.free = True
+    assert transfer.source_free and not transfer.quiesced
+    real.state = TransferState.DONE
+    assert transfer.source_free and transfer.quiesced
+
+
+def test_the_source_of_what_was_dropped_is_free_once_it_is_unknown(make: Maker) -> None:
+    pair = make(Fault(kind="drop"))
+    transfer = pair.write()
+    assert not transfer.source_free
+    pair.step(10.5)
+    assert transfer.source_free and not transfer.quiesced
