@@ -14,6 +14,15 @@ _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _LINE = re.compile(rb"\r\n|\n|\r")
 
 
+class _Event(msgspec.Struct):
+    """What is read of an event: a long answer around it is not decoded."""
+
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
 class EventCutter:
     """Passes on whole events and holds back the last, unfinished one, so that a stream that breaks ends between
     events. At most `limit` bytes are held: a larger event passes unfinished, and `torn` says so."""
@@ -67,7 +76,14 @@ def error_in(data: bytes) -> Any:
     """The `error` of the first event that has one, or None. Cheap where there is none."""
     if b'"error"' not in data:
         return None
-    return next((document["error"] for document in documents(data) if document.get("error") is not None), None)
+    return next((error for error in map(_error, events(data)) if error is not None), None)
+
+
+def _error(payload: bytes) -> Any:
+    try:
+        return _events.decode(payload).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def event(document: Any) -> bytes:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_logprobs_are_put_before_decodes_own() -> None:
     found = merged_json(answer(1, 2), {"meta_info": {"input_token_logprobs": [[-9, 3]], "kept": 1}}, 1)
     assert found["meta_info"] == {"input_token_logprobs": [[-0.1, 1], [-0.1, 2], [-9, 3]], "kept": 1}
     assert "meta_info" in merged_json(answer(1), {"text": "x"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("[1, 2]", "[3]"), ("[ ]", "[3]"), ("[1]", "[]"), ("[]", "[]"), ("[1]", "7")]
+)
+def test_lists_are_joined_as_they_are_written(first: str, second: str) -> None:
+    prefill = b'{"meta_info": {"input_token_logprobs": ' + first.encode() + b"}}"
+    logprobs = InputLogprobs(1)
+    logprobs.take(prefill, stream=False)
+    found = json.loads(logprobs.merge(b'{"meta_info": {"input_token_logprobs": ' + second.encode() + b', "x": 1.50}}'))
+    own = json.loads(second)
+    assert found["meta_info"]["input_token_logprobs"] == json.loads(first) + (own if isinstance(own, list) else [])
+    assert found["meta_info"]["x"] == 1.5
+
+
+def test_long_answers_are_merged_without_being_decoded() -> None:
+    document = b'{"meta_info": {"input_token_logprobs": [' + b"[-1.5, 7, null]," * 100_000 + b"[-1.5, 7, null]]}}"
+    tracemalloc.start()
+    logprobs = InputLogprobs(1)
+    logprobs.take(document, stream=False)
+    merged = logprobs.merge(b'{"text": "x"}')
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(json.loads(merged)["meta_info"]["input_token_logprobs"]) == 100_001 and peak < 5 * len(document)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [([answer(1)], [{}, {}]), ([answer(1), answer(2)], [{}]), (3, {})])
