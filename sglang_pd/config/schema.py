@@ -159,7 +159,8 @@ class LimitsSection(Section, frozen=True):
 
     max_rooms: open rooms. max_peers: instances with a verdict. queue_requests: requests that wait, more are 429.
     quarantine_bytes: memory that may wait for a fence; past it the worker drains. max_prompt_tokens: longer is 400
-    (default: what the pools hold).
+    (default: what the pools hold). max_body_bytes: of one HTTP request, more is 413 (default: 4 MiB, or 16 bytes
+    for each token of the longest request, where that is more).
     """
 
     max_rooms: Annotated[int, Meta(ge=1, le=2**20)] = 1024
@@ -167,6 +168,7 @@ class LimitsSection(Section, frozen=True):
     queue_requests: Annotated[int, Meta(ge=1, le=2**20)] = 256
     quarantine_bytes: Bytes = 2**30
     max_prompt_tokens: Count | None = None
+    max_body_bytes: Bytes | None = None
 
 
 class LivenessSection(Section, frozen=True):
@@ -269,14 +271,17 @@ class RouterDecode(Section, frozen=True):
 
 
 class RouterLimits(Section, frozen=True):
-    """max_inflight: requests at once, more are 429. max_body_bytes: of one request, and of an answer that input
-    logprobs are merged into. max_batch: sequences of one. hold_bytes: of one answer that may wait in the router (an
-    event until it is whole, a JSON answer until it is complete); what is longer passes as it comes."""
+    """max_inflight: requests at once, more are 429. max_body_bytes: of one request, more is 413. bodies_bytes: of all
+    requests at once, without the first 64 KiB of each; more are 503. max_batch: sequences of one. hold_bytes: of one
+    answer that may wait in the router (an event until it is whole, a JSON answer until it is complete); what is longer
+    passes as it comes. merge_bytes: of an answer that input logprobs are merged into."""
 
     max_inflight: Annotated[int, Meta(ge=1, le=2**20)] = 1024
-    max_body_bytes: Bytes = 32 * 2**20
+    max_body_bytes: Bytes = 4 * 2**20
+    bodies_bytes: Bytes = 512 * 2**20
     max_batch: Annotated[int, Meta(ge=1, le=65_536)] = 256
     hold_bytes: Bytes = 2**20
+    merge_bytes: Bytes = 32 * 2**20
 
 
 class RouterBreaker(Section, frozen=True):

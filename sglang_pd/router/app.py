@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Final
 
 import anyio
@@ -18,11 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_pd.protocol.errors import RoomError
 from sglang_pd.router.cutoff import CutOff
 from sglang_pd.router.dispatch import Answer, Call, Dispatcher, outcome
 from sglang_pd.router.failures import Failure, RequestFailed, own
 from sglang_pd.router.request import PATHS
 from sglang_pd.router.views import Views
+from sglang_pd.worker.http_bounds import Bodies, BodyLate, ClientGone
 
 log = logging.getLogger("sglang_pd.router")
 
@@ -30,20 +33,12 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers read, at workers too: it needs no token."""
 
 
-BODY_IDLE_S = 30.0
-"""Seconds between two pieces of a request's body; a client that is slower would hold a place for nothing."""
-
-
-class ClientGone(Exception):
-    """The client closed its connection."""
-
-
 class Completion:
     """The endpoint of one path in `PATHS`: reads the body, dispatches, passes the answer on as fast as the client
     takes it, and ends both legs when the client goes away."""
 
-    def __init__(self, dispatcher: Dispatcher, max_body_bytes: int) -> None:
-        self._dispatcher, self._max_body_bytes = dispatcher, max_body_bytes
+    def __init__(self, dispatcher: Dispatcher, bodies: Bodies) -> None:
+        self._dispatcher, self._bodies = dispatcher, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -53,7 +48,8 @@ class Completion:
             with self._dispatcher.admitted():
                 failure = await self._serve(scope, receive, send, arrived_s)
             result = outcome(failure)
-        except RequestFailed as failed:
+        except (RequestFailed, RoomError) as error:
+            failed = error if isinstance(error, RequestFailed) else refused(error)
             result = outcome(failed.failure)
             await respond(send, failed.failure)
         except ClientGone:
@@ -74,17 +70,17 @@ class Completion:
             await send(message)
 
         with self._dispatcher.cut_off.scope() as present:
-            body = await read_body(scope, receive, self._max_body_bytes)
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            watch = asyncio.create_task(_until_gone(receive, present))
-            try:
-                answer = await self._dispatcher.dispatch(Call(scope["path"], body, headers, arrived_s))
+            async with self._bodies.taken(scope, receive) as body:
+                headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+                watch = asyncio.create_task(_until_gone(receive, present))
                 try:
-                    return await relay(answer, sending)
+                    answer = await self._dispatcher.dispatch(Call(scope["path"], body, headers, arrived_s))
+                    try:
+                        return await relay(answer, sending)
+                    finally:
+                        await answer.close()
                 finally:
-                    await answer.close()
-            finally:
-                watch.cancel()
+                    watch.cancel()
         if not self._dispatcher.cut_off.done:
             raise ClientGone
         if answer is None or not began:
@@ -98,27 +94,12 @@ async def _until_gone(receive: Receive, present: anyio.CancelScope) -> None:
     present.cancel()
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `RequestFailed`: 413 past `limit` bytes, 408 when it does not come; and `ClientGone`."""
-    declared = dict(scope["headers"]).get(b"content-length", b"")
-    too_large = own("request_too_large", "the body is too large", expected=f"at most limits.max_body_bytes = {limit}")
-    if declared.isdigit() and int(declared[:20]) > limit:
-        raise too_large
-    body = bytearray()
-    while True:
-        message = None
-        with anyio.move_on_after(BODY_IDLE_S):
-            message = await receive()
-        if message is None:
-            text = f"nothing of the request's body came for {BODY_IDLE_S:g} s"
-            raise RequestFailed(Failure(code="request_rejected", message=text, status=408, retryable=True))
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
-            raise too_large
-        if not message.get("more_body", False):
-            return bytes(body)
+def refused(error: RoomError) -> RequestFailed:
+    """A body that was not taken, as a failure of the router's own."""
+    failed = own(error.code, error.message, where=error.where, expected=str(error.expected), actual=str(error.actual))
+    if isinstance(error, BodyLate):
+        return RequestFailed(replace(failed.failure, status=408, retryable=True))
+    return failed
 
 
 async def relay(answer: Answer, send: Send) -> Failure | None:
@@ -186,11 +167,11 @@ def build_app(
     views: Views,
     running: Callable[[], AbstractAsyncContextManager[None]],
     *,
-    max_body_bytes: int,
+    bodies: Bodies,
     token: str,
 ) -> ASGIApp:
     """The application. running: what its lifespan holds open."""
-    completion = Completion(dispatcher, max_body_bytes)
+    completion = Completion(dispatcher, bodies)
     routes = [Route(path, completion, methods=["POST"]) for path in PATHS]
     routes += [
         Route(path, _guarded(view, dispatcher.cut_off), methods=methods) for path, view, methods in views.routes()

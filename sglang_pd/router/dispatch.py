@@ -144,7 +144,7 @@ class Dispatcher:
         limits, timeouts = self._config.limits, self._config.timeouts
         bounds = Bounds(
             hold_bytes=limits.hold_bytes,
-            merge_bytes=limits.max_body_bytes,
+            merge_bytes=limits.merge_bytes,
             deadline_s=deadline_s,
             cancel_s=timeouts.cancel_s,
         )

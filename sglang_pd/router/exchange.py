@@ -334,5 +334,5 @@ def _too_long(leg: str, limit: int) -> RequestFailed:
     return own(
         "worker_failed",
         f"{leg}'s answer is too long to merge input logprobs",
-        expected=f"at most limits.max_body_bytes = {limit}",
+        expected=f"at most limits.merge_bytes = {limit}",
     )

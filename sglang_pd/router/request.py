@@ -6,6 +6,8 @@ is number p * n + s); a list wherever the request is a batch or has n > 1.
 
 from __future__ import annotations
 
+import itertools
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +23,29 @@ CHAT: Final = "/v1/chat/completions"
 PATHS: Final = (GENERATE, COMPLETIONS, CHAT)
 
 MAX_ROOM: Final = 2**63 - 1
+MAX_PARAMS_BYTES: Final = 2**20
+MAX_ENTRY_BYTES: Final = 320
+"""Bytes for each sequence in the other fields that the router decodes: a host's name is the longest of them."""
 HOST, PORT, ROOM = "bootstrap_host", "bootstrap_port", "bootstrap_room"
+
+
+Body = dict[str, msgspec.Raw]
+"""A request body whose fields are not decoded."""
+NULL: Final = msgspec.Raw(b"null")
+
+
+class _Params(msgspec.Struct):
+    """What the router reads of sampling parameters."""
+
+    n: bool | int | float | str | None = None
+
+
+_params = msgspec.json.Decoder(_Params | list[_Params] | None)
+_fields = msgspec.json.Decoder(Body)
+_LIST = re.compile(rb"\[")
+_LISTS = re.compile(rb"\[\s*\[")
+_NUMBERS = re.compile(rb"\[\s*[-\d]")
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +54,7 @@ class Parsed:
     the caller set, one for each sequence, or None. caller_host, caller_port: likewise, of the one prefill."""
 
     path: str
-    body: dict[str, Any]
+    body: Body
     stream: bool
     sequences: int
     listed: bool
@@ -47,7 +71,7 @@ class Parsed:
             PORT: [port] * count if self.listed else port,
             ROOM: list(rooms) if self.listed else rooms[0],
         }
-        return msgspec.json.encode({**self.body, **{k: v for k, v in added.items() if self.body.get(k) is None}})
+        return msgspec.json.encode({**self.body, **{k: v for k, v in added.items() if self.body.get(k, NULL) == NULL}})
 
     def shown(self, rooms: Sequence[int]) -> Rooms:
         """The rooms as an error shows them."""
@@ -55,15 +79,21 @@ class Parsed:
 
 
 def parse(path: str, raw: bytes, max_batch: int) -> Parsed:
-    """Read a body for `path` (one of `PATHS`). Raises `RequestFailed` with 400, or what the caller's rooms deserve."""
+    """Read a body for `path` (one of `PATHS`). Raises `RequestFailed` with 400, or what the caller's rooms deserve.
+
+    Only the few fields that the router needs are decoded; of prompts it counts no more than it takes.
+    """
     try:
-        body = msgspec.json.decode(raw)
+        body = _fields.decode(raw)
+        raw.decode()  # what is carried undecoded would be passed on as it is
+    except msgspec.ValidationError as error:
+        actual = str(error).rpartition("got ")[2].strip("`")
+        raise own("message_malformed", "the body is not a JSON object", actual=actual) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise own("message_malformed", f"the body is not JSON: {error}"[:300]) from None
-    if not isinstance(body, dict):
-        raise own("message_malformed", "the body is not a JSON object", actual=type(body).__name__)
-    prompts = _prompts(path, body)
-    n = _samples(path, body)
+    read = _Reader(body, max_batch)
+    prompts = _prompts(path, body, max_batch)
+    n = _samples(path, read)
     sequences = (1 if prompts is None else prompts) * n
     if not 1 <= sequences <= max_batch:
         raise own(
@@ -71,55 +101,90 @@ def parse(path: str, raw: bytes, max_batch: int) -> Parsed:
             "the number of sequences (prompts times n) is not acceptable",
             where="$",
             expected=f"1 to limits.max_batch = {max_batch}",
-            actual=str(sequences),
+            actual=str(sequences) if prompts is None or prompts <= max_batch else f"more than {max_batch}",
         )
     listed = prompts is not None or n > 1
-    flag = body.get("return_logprob")
+    flag = read.value("return_logprob") if path == GENERATE else None
     return Parsed(
         path=path,
         body=body,
-        stream=body.get("stream") is True,
+        stream=read.value("stream") is True,
         sequences=sequences,
         listed=listed,
-        wants_logprobs=path == GENERATE and (any(flag) if isinstance(flag, list) else flag is True),
-        caller_rooms=_caller_rooms(body.get(ROOM), sequences, n),
-        caller_host=_one(body.get(HOST), HOST, str),
-        caller_port=_one(body.get(PORT), PORT, int),
+        wants_logprobs=any(flag) if isinstance(flag, list) else flag is True,
+        caller_rooms=_caller_rooms(read.value(ROOM), sequences, n),
+        caller_host=_one(read.value(HOST), HOST, str),
+        caller_port=_one(read.value(PORT), PORT, int),
     )
 
 
-def _prompts(path: str, body: dict[str, Any]) -> int | None:
-    """Number of prompts of a batch; None: a single one."""
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Decodes fields of a body that the router reads. Raises `RequestFailed` for one too long to be meant."""
+
+    body: Body
+    max_batch: int
+
+    def value(self, key: str) -> Any:
+        return msgspec.json.decode(self._bounded(key, MAX_ENTRY_BYTES * (self.max_batch + 1)))
+
+    def params(self) -> list[_Params]:
+        """What is read of `sampling_params`; what does not fit is a worker's to refuse."""
+        raw = self._bounded("sampling_params", MAX_PARAMS_BYTES)
+        try:
+            found = _params.decode(raw)
+        except msgspec.ValidationError:
+            return []
+        return found if isinstance(found, list) else [found or _Params()]
+
+    def _bounded(self, key: str, most: int) -> msgspec.Raw:
+        value = self.body.get(key, NULL)
+        if len(value) > most:
+            actual = f"{len(value)} bytes"
+            raise own("request_rejected", "too long", where=f"$.{key}", expected=f"<= {most} bytes", actual=actual)
+        return value
+
+
+def _prompts(path: str, body: Body, most: int) -> int | None:
+    """Number of prompts of a batch, counted up to a few more than `most`; None: a single one."""
     if path == CHAT:
         return None
     if path == COMPLETIONS:
-        prompt = body.get("prompt")
-        is_batch = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-        return len(prompt) if is_batch and isinstance(prompt, list) else None
-    text, ids = body.get("text"), body.get("input_ids")
-    if isinstance(text, list):
-        return len(text)
-    if isinstance(ids, list) and ids and isinstance(ids[0], list):
-        return len(ids)
-    return None
+        prompt = bytes(body.get("prompt", NULL))
+        return _count(prompt, most) if _LIST.match(prompt) and not _NUMBERS.match(prompt) else None
+    text, ids = bytes(body.get("text", NULL)), bytes(body.get("input_ids", NULL))
+    if _LIST.match(text):
+        return _count(text, most)
+    return _count(ids, most) if _LISTS.match(ids) else None
 
 
-def _samples(path: str, body: dict[str, Any]) -> int:
-    where = "$.n"
-    if path == GENERATE:
-        where = "$.sampling_params.n"
-        params = body.get("sampling_params")
-        holders = params if isinstance(params, list) else [params]
-        values = [holder.get("n") for holder in holders if isinstance(holder, dict)]
-    else:
-        values = [body.get("n")]
+def _count(array: bytes, most: int) -> int:
+    """Entries of a JSON array of texts, or of arrays of numbers. Other entries are a worker's to refuse."""
+    if _LISTS.match(array):
+        return array.count(b"[") - 1
+    return sum(1 for _ in itertools.islice(_TEXT.finditer(array), most + 1))
+
+
+def _samples(path: str, read: _Reader) -> int:
+    where = "$.sampling_params.n" if path == GENERATE else "$.n"
+    values = [one.n for one in read.params()] if path == GENERATE else [read.value("n")]
     found = {1 if value is None else value for value in values if not isinstance(value, (list, dict))} or {1}
     if len(found) > 1:
-        raise own("request_rejected", "n differs within a batch", where=where, actual=str(sorted(map(str, found)))[:80])
+        shown = str(sorted(map(_shown, itertools.islice(found, 8))))
+        raise own("request_rejected", "n differs within a batch", where=where, actual=shown[:80])
     n = found.pop()
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise own("request_rejected", "n is not acceptable", where=where, expected="a number from 1", actual=repr(n))
+        raise own("request_rejected", "n is not acceptable", where=where, expected="a number from 1", actual=_shown(n))
     return n
+
+
+def _shown(value: Any) -> str:
+    """A value as an error tells it: cut before it is written out."""
+    if isinstance(value, (list, dict)):
+        return f"{len(value)} entries"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of more than 256 bits"
+    return repr(value[:80] if isinstance(value, str) else value)
 
 
 def _caller_rooms(value: Any, sequences: int, n: int) -> tuple[int, ...] | None:
@@ -144,7 +209,12 @@ def _caller_rooms(value: Any, sequences: int, n: int) -> tuple[int, ...] | None:
 
 
 def _bad_rooms(message: str, expected: str, actual: Any) -> RequestFailed:
-    return own("request_rejected", message, where=f"$.{ROOM}", expected=expected, actual=str(actual)[:120])
+    return own("request_rejected", message, where=f"$.{ROOM}", expected=expected, actual=_few(actual))
+
+
+def _few(value: Any) -> str:
+    """A room as it was given, or the first ones of a list."""
+    return str([_shown(room) for room in value[:4]])[:120] if isinstance(value, list) else _shown(value)[:120]
 
 
 def _one(value: Any, key: str, kind: type) -> Any:
@@ -154,9 +224,9 @@ def _one(value: Any, key: str, kind: type) -> Any:
     if not found:
         return None
     if len(found) > 1:
-        raise own("request_rejected", "a batch goes to one prefill", where=f"$.{key}", actual=str(found)[:120])
+        raise own("request_rejected", "a batch goes to one prefill", where=f"$.{key}", actual=_few(found))
     if not isinstance(found[0], kind) or isinstance(found[0], bool):
-        raise own("request_rejected", f"not a {kind.__name__}", where=f"$.{key}", actual=repr(found[0])[:120])
+        raise own("request_rejected", f"not a {kind.__name__}", where=f"$.{key}", actual=_shown(found[0]))
     return found[0]
 
 

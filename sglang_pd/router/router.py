@@ -25,6 +25,7 @@ from sglang_pd.router.request import GENERATE
 from sglang_pd.router.resolver import Resolver, resolver_of
 from sglang_pd.router.views import Views
 from sglang_pd.router.worker import Worker
+from sglang_pd.worker.http_bounds import Bodies
 
 
 class Router:
@@ -60,7 +61,7 @@ class Router:
             self.dispatcher,
             Views(self.config, self.fleet, self.dispatcher, self._looks),
             self._running,
-            max_body_bytes=limits.max_body_bytes,
+            bodies=Bodies(limits.max_body_bytes, limits.bodies_bytes),
             token=self.config.bearer_token,
         )
 

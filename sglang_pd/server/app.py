@@ -16,9 +16,15 @@ from sglang_pd.server.asgi import Guard
 from sglang_pd.server.batch import Worker
 from sglang_pd.server.errors import Failure
 from sglang_pd.server.tokenizer import tokenizer_of
+from sglang_pd.worker.http_bounds import Bodies
 from sglang_pd.worker.service import WorkerService
 
 Answer = Callable[[Request, Worker], Awaitable[Response]]
+
+DEFAULT_BODY_BYTES: Final = 4 * 2**20
+TOKEN_BYTES: Final = 16
+"""Bytes of one token in a body, generously: the longest request that can run here passes."""
+HELD_BODIES: Final = 8
 
 ROUTES: Final[tuple[tuple[str, tuple[str, ...], Answer], ...]] = (
     ("/generate", ("POST", "PUT"), generate.generate),
@@ -43,7 +49,7 @@ def build_app(service: WorkerService) -> ASGIApp:
     """The ASGI application of a worker. Raises `ConfigError` for a checkpoint's tokenizer that cannot be read."""
     config = service.config
     tokenizer = tokenizer_of(config.engine.options, service.parts.facts)
-    worker = Worker(service, tokenizer, model_name(service))
+    worker = Worker(service, tokenizer, model_name(service), Bodies(*body_bounds(service)))
     routes = [MethodRoute(path, _bound(answer, worker), methods=list(methods)) for path, methods, answer in ROUTES]
     return Guard(
         Router(routes, default=_nowhere),
@@ -51,6 +57,13 @@ def build_app(service: WorkerService) -> ASGIApp:
         epoch=worker.epoch,
         bearer_token=config.security.bearer_token,
     )
+
+
+def body_bounds(service: WorkerService) -> tuple[int, int]:
+    """Most bytes of one body, and of all that are held at a time: held ones are only those that are being read."""
+    given = service.config.limits.max_body_bytes
+    most = given if given is not None else max(DEFAULT_BODY_BYTES, TOKEN_BYTES * service.most_tokens)
+    return most, HELD_BODIES * most
 
 
 def model_name(service: WorkerService) -> str:

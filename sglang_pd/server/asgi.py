@@ -11,51 +11,21 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang_pd.protocol.errors import PdError, RoomError
-from sglang_pd.server.bodies import MAX_BODY_BYTES
 from sglang_pd.server.errors import Failure
+from sglang_pd.worker.http_bounds import ClientGone
 from sglang_pd.worker.http_terms import EPOCH_HEADER
 
 log = logging.getLogger("sglang_pd.server")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """What probes and scrapers read carries no token."""
+MAX_SHOWN = 200
+"""Characters of a path that are logged."""
 Value = TypeVar("Value")
-
-
-class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
-
-
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises `Failure` for one that is too large, `ClientGone` for one that breaks off."""
-    parts, size = [], 0
-    stream = request.stream()
-    while (part := await _next_part(stream)) is not None:
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise Failure(
-                RoomError(
-                    "the body is too large",
-                    code="request_rejected",
-                    where="body",
-                    expected=f"<= {MAX_BODY_BYTES} bytes",
-                )  # fmt: skip
-            )
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _next_part(stream: AsyncIterator[bytes]) -> bytes | None:
-    """None at the end. A router that cancels a leg does so at any byte: that is no defect of ours."""
-    try:
-        return await anext(stream, None)
-    except ClientDisconnect:
-        raise ClientGone from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Value]) -> Value:
@@ -160,9 +130,9 @@ class Guard:
             self._check_epoch(scope)
             await self._app(scope, receive, sending)
         except ClientGone:
-            log.info("%s: the client went away", scope["path"])
+            log.info("%s: the client went away", scope["path"][:MAX_SHOWN])
         except Exception as error:
-            failure = self._failure(error, scope["path"])
+            failure = self._failure(error, scope["path"][:MAX_SHOWN])
             if not started:
                 await failure.response(self._leg)(scope, receive, sending)
 

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 from sglang_pd.server.sequences import Ask, Progress, Sequence
 from sglang_pd.server.tokenizer import Tokenizer
+from sglang_pd.worker.http_bounds import Bodies
 from sglang_pd.worker.service import WorkerService
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What serves: the worker, its tokenizer, and the model's name for clients."""
+    """What serves: the worker, its tokenizer, the model's name for clients, and what reads their requests."""
 
     service: WorkerService
     tokenizer: Tokenizer
     model: str
+    bodies: Bodies
 
     @property
     def leg(self) -> str:

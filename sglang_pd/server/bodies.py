@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
@@ -13,7 +14,12 @@ from msgspec import Meta
 from sglang_pd.engines.base import MAX_TOP
 from sglang_pd.protocol.errors import RoomError
 
-MAX_BODY_BYTES: Final = 32 * 2**20
+MAX_FIELD_BYTES: Final = 2**20
+"""Of one field that is no prompt."""
+LOOKED_AT_BYTES: Final = 64 * 1024
+"""Most bytes of a value in which a wrong element is looked for, to be told back."""
+MAX_NAME: Final = 64
+"""Characters of a key that are told back."""
 MAX_SEQUENCES: Final = 1024
 MAX_STOPS: Final = 64
 MAX_ROOM: Final = 2**63 - 1
@@ -30,6 +36,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Top = Annotated[int, Meta(ge=0, le=MAX_TOP)]
+Rid = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 Choices = Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
 
 NO_MATTER: Final = frozenset(
@@ -58,13 +65,17 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Fields that are not supported: only these values, and null, false and empty ones, are taken."""
 
 
+LONG: Final = frozenset({"text", "input_ids", "prompt", "messages"})
+"""Fields that may be as long as the whole body."""
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
     """What every request may carry: its room, or rooms, as a router injects them."""
 
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    rid: str | list[str] | None = None
+    rid: Rid | list[Rid] | None = None
     stream: bool = False
 
 
@@ -85,11 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerateBody(Body, frozen=True, kw_only=True):
     """Body of `/generate`. logprob_start_len: first prompt token whose log-probability is wanted, -1 for none.
-    top_logprobs_num: how many of the likeliest tokens are told in the place of each answered one."""
+    top_logprobs_num: how many of the likeliest tokens are told in the place of each answered one.
+    sampling_params: one `SamplingParams`, or one for each prompt, not yet decoded."""
 
     text: str | list[str] | None = None
     input_ids: list[TokenId | list[TokenId]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    sampling_params: msgspec.Raw = msgspec.Raw(b"null")
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: Top | list[Top] | None = None
@@ -126,11 +138,18 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     logprobs: Top | None = None
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a message; only text is understood."""
+
+    type: str | None = None
+    text: str | None = None
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation: text, or parts that are text."""
 
     role: Annotated[str, Meta(max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
 
 
@@ -144,57 +163,93 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decode(raw: bytes, schema: type[AnyBody]) -> AnyBody:
-    """A body as its struct. Raises `RoomError` (`request_rejected`, 400) naming the field."""
+def decode(raw: bytes | msgspec.Raw, schema: type[AnyBody], *, where: str = "body") -> AnyBody:
+    """A body, or a part of one, as its struct. where: its path. Raises `RoomError` (`request_rejected`, 400) naming the
+    field.
+
+    Fields that the schema lacks are looked at but never decoded: a body's bytes cost what it takes to skip them.
+    """
     try:
-        data = msgspec.json.decode(raw)
+        fields = _fields.decode(raw)
+    except msgspec.ValidationError as error:
+        found = re.search(r"got `(\w+)`", str(error))
+        actual = found[1] if found else ""
+        raise _rejected(f"the {where} is not an object", where, expected="{...}", actual=actual) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _rejected("the body is not JSON", "body", actual=str(error)) from None
-    if not isinstance(data, dict):
-        raise _rejected("the body is not an object", "body", expected="{...}", actual=type(data).__name__)
-    return convert(data, schema, where="body")
-
-
-def convert(data: Mapping[str, Any], schema: type[AnyBody], *, where: str) -> AnyBody:
-    """The same for a part of one. where: its path."""
+        raise _rejected("the body is not JSON", where, actual=str(error)) from None
     known = {field.encode_name for field in msgspec.structs.fields(schema)}
-    for key, value in data.items():
+    for key, value in fields.items():
         if key not in known:
             _check_unknown(key, value, known, where)
+        elif len(value) > MAX_FIELD_BYTES and key not in LONG:
+            raise _rejected(
+                "too long", f"{where}.{key}", expected=f"at most {MAX_FIELD_BYTES} bytes", actual=len(value)
+            )
     try:
-        return msgspec.convert({key: value for key, value in data.items() if key in known}, schema)
+        body: AnyBody = _decoder(schema).decode(raw)
+        return body
     except msgspec.ValidationError as error:
         text, _, place = str(error).partition(" - at `$")
-        place = place.rstrip("`")
-        wanted = re.fullmatch(r"Expected (.*?)(, got .*)?", text)
-        if wanted is None:
-            raise _rejected(text.replace("`", "'"), where + place) from None
-        raise _rejected(
-            "not acceptable", where + place, expected=wanted[1].replace("`", ""), actual=_found(data, place)
-        ) from None
+        raise _unfit(text, fields, where, place.rstrip("`")) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _rejected("the body is not JSON", where, actual=str(error)) from None
 
 
-def _found(data: Any, place: str) -> str:
-    """What stands at a path of the body, as its client wrote it."""
+@functools.cache
+def _decoder(schema: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(schema)
+
+
+def _unfit(text: str, fields: Mapping[str, msgspec.Raw], where: str, place: str) -> RoomError:
+    """The library's words taken apart: what was expected at `place`, and what stands there."""
+    wanted = re.fullmatch(r"Expected (.*?)(, got .*)?", text, re.DOTALL)
+    if wanted is None:
+        return _rejected(text.replace("`", "'"), where + place)
+    expected = wanted[1].replace("`", "")
+    if "matching regex" in expected:
+        expected = "no control characters"
+    return _rejected("not acceptable", where + place, expected=expected, actual=_found(fields, place))
+
+
+def _found(fields: Mapping[str, msgspec.Raw], place: str) -> str:
+    """What stands at a path of the body, as its client wrote it; nothing where finding it would cost too much."""
+    at: Any = fields
     for key, number in re.findall(r"\.([^.\[]+)|\[(\d+)\]", place):
-        if isinstance(data, Mapping):
-            data = data.get(key)
-        elif isinstance(data, list) and number and int(number) < len(data):
-            data = data[int(number)]
-    return msgspec.json.encode(data).decode()[:80]
+        if isinstance(at, msgspec.Raw):
+            if len(at) > LOOKED_AT_BYTES:
+                return ""
+            at = msgspec.json.decode(at, type=list[msgspec.Raw] if number else dict[str, msgspec.Raw])
+        at = at[int(number)] if number else at.get(key)
+    return _shown(at) if isinstance(at, msgspec.Raw) else ""
 
 
-def _check_unknown(key: str, value: Any, known: set[str], where: str) -> None:
-    empty = value is None or value is False or value in ("", [], {})
-    if key in NO_MATTER or empty or value in NEUTRAL.get(key, ()):
+def _shown(value: msgspec.Raw) -> str:
+    """The beginning of a value."""
+    return bytes(memoryview(value)[:80]).decode("utf-8", "replace")
+
+
+def _check_unknown(key: str, value: msgspec.Raw, known: set[str], where: str) -> None:
+    if key in NO_MATTER or _changes_nothing(key, value):
         return
-    if key in NEUTRAL:
-        raise _rejected("not supported here", f"{where}.{key}", expected=NEUTRAL[key][0], actual=str(value)[:80])
-    close = difflib.get_close_matches(key, known, n=1)
+    neutral = NEUTRAL.get(key, ())
+    name, shown = key[:MAX_NAME], _shown(value)
+    if neutral:
+        raise _rejected("not supported here", f"{where}.{name}", expected=neutral[0], actual=shown)
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-    raise _rejected("no such field, or not supported here", f"{where}.{key[:64]}", actual=str(value)[:80], hint=hint)
+    raise _rejected("no such field, or not supported here", f"{where}.{name}", actual=shown, hint=hint)
+
+
+def _changes_nothing(key: str, value: msgspec.Raw) -> bool:
+    """Null, false, empty or neutral. All of these are short, so nothing longer is decoded."""
+    try:
+        small = msgspec.json.decode(value) if len(value) <= MAX_NAME else ...
+    except msgspec.DecodeError:  # text that is no UTF-8
+        return False
+    return small is None or small is False or small in ("", [], {}) or small in NEUTRAL.get(key, ())
 
 
 def _rejected(message: str, where: str, **facts: Any) -> RoomError:

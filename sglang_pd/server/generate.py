@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,14 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.protocol.room import Role
-from sglang_pd.server.asgi import EventStream, read_body, while_connected
+from sglang_pd.server.asgi import EventStream, while_connected
 from sglang_pd.server.batch import Worker, gather, merged, started
-from sglang_pd.server.bodies import GenerateBody, SamplingParams, convert, decode
+from sglang_pd.server.bodies import GenerateBody, SamplingParams, decode
 from sglang_pd.server.rooms import places
 from sglang_pd.server.sequences import Ask, Sequence
 from sglang_pd.server.tokenizer import Tokenizer
 
 Value = TypeVar("Value")
+NULL: Final = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ class Wanted:
 
 async def generate(request: Request, worker: Worker) -> Response:
     """Answer one request."""
-    body = decode(await read_body(request), GenerateBody)
-    wanted = plan(body, worker, request.headers.get("traceparent", "")[:128])
+    async with worker.bodies.taken(request.scope, request.receive) as raw:
+        # Nothing of the body outlives this: an undecoded field would keep all of it.
+        wanted = plan(decode(raw, GenerateBody), worker, request.headers.get("traceparent", "")[:128])
+        del raw
     if wanted.stream:
         return EventStream(_events(worker, wanted), lambda failure: failure.body(worker.leg))
     sequences = await while_connected(request.receive, gather(worker, wanted.asks))
@@ -61,10 +64,7 @@ async def _events(worker: Worker, wanted: Wanted) -> AsyncIterator[bytes]:
 def plan(body: GenerateBody, worker: Worker, traceparent: str) -> Wanted:
     """The sequences of a request. Raises `RoomError` (400) for one that contradicts itself."""
     prompts, is_list = prompts_of(body, worker.tokenizer)
-    given = body.sampling_params or {}
-    params = [
-        convert(one, SamplingParams, where="sampling_params") for one in _spread(given, len(prompts), "sampling_params")
-    ]
+    params = _spread(_params(body.sampling_params), len(prompts), "sampling_params")
     answers = params[0].n
     if any(one.n != answers for one in params):
         raise _rejected("all prompts of a request have the same number of answers", "sampling_params.n")
@@ -114,12 +114,20 @@ def prompts_of(body: GenerateBody, tokenizer: Tokenizer) -> tuple[list[list[int]
 
 def token_prompts(given: list[Any]) -> tuple[list[list[int]], bool]:
     """One list of tokens, or a list of them. Raises `RoomError` for a mixture."""
-    lists = [isinstance(one, list) for one in given]
-    if any(lists) and not all(lists):
+    kinds = set(map(type, given))
+    if list in kinds and len(kinds) > 1:
         raise _rejected("tokens and lists of tokens in one list", "input_ids")
-    if any(isinstance(one, str) for one in given):
+    if str in kinds:
         raise _rejected("tokens and texts in one list", "prompt")
-    return (list(given), True) if any(lists) else ([list(given)], False)
+    return (given, True) if list in kinds else ([given], False)
+
+
+def _params(given: msgspec.Raw) -> SamplingParams | list[SamplingParams]:
+    """One for all prompts, or one for each."""
+    where, first = "sampling_params", bytes(memoryview(given)[:1])
+    if first == b"[":
+        return [decode(one, SamplingParams, where=where) for one in msgspec.json.decode(given, type=list[msgspec.Raw])]
+    return SamplingParams() if given == NULL else decode(given, SamplingParams, where=where)
 
 
 def answer(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:
@@ -171,9 +179,9 @@ def _rids(given: str | list[str] | None, prompts: int, answers: int) -> list[str
     if isinstance(given, str):
         return [given] if total == 1 else [f"{given}_{number}" for number in range(total)]
     if len(given) == total:
-        return [rid[:256] for rid in given]
+        return given
     if len(given) == prompts:
-        return [f"{rid[:256]}_{number}" for rid in given for number in range(answers)]
+        return [f"{rid}_{number}" for rid in given for number in range(answers)]
     raise _rejected("not one for each prompt", "rid")
 
 

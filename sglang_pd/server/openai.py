@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sglang_pd.protocol.errors import RoomError
-from sglang_pd.server.asgi import EventStream, read_body, while_connected
+from sglang_pd.server.asgi import EventStream, while_connected
 from sglang_pd.server.batch import Worker, gather, merged, started
-from sglang_pd.server.bodies import ChatBody, CompletionBody, OpenAIBody, SamplingParams, decode
+from sglang_pd.server.bodies import ChatBody, CompletionBody, OpenAIBody, Part, SamplingParams, decode
 from sglang_pd.server.generate import token_prompts
 from sglang_pd.server.rooms import places
 from sglang_pd.server.sequences import Ask, Sequence
@@ -38,7 +39,9 @@ class Wanted:
 
 async def completions(request: Request, worker: Worker) -> Response:
     """`/v1/completions`."""
-    body = decode(await read_body(request), CompletionBody)
+    async with worker.bodies.taken(request.scope, request.receive) as raw:
+        body = decode(raw, CompletionBody)
+        del raw
     if isinstance(body.prompt, str):
         prompts = [worker.tokenizer.encode(body.prompt)]
     elif body.prompt and all(isinstance(text, str) for text in body.prompt):
@@ -53,7 +56,9 @@ async def completions(request: Request, worker: Worker) -> Response:
 
 async def chat(request: Request, worker: Worker) -> Response:
     """`/v1/chat/completions`. Raises `RoomError` (400) where the tokenizer has no chat template."""
-    body = decode(await read_body(request), ChatBody)
+    async with worker.bodies.taken(request.scope, request.receive) as raw:
+        body = decode(raw, ChatBody)
+        del raw
     messages = [{"role": message.role, "content": _text(message.content)} for message in body.messages]
     prompt = worker.tokenizer.chat(messages)
     if body.top_logprobs and not body.logprobs:
@@ -68,15 +73,18 @@ def _usage_wanted(body: OpenAIBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-def _text(content: Any) -> str:
+def _text(content: str | list[Part] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if part.type != "text" or part.text is None:
             raise RoomError(
-                "only text is understood", code="request_rejected", where="messages.content", actual=part.get("type")
-            )  # fmt: skip
-    return "".join(part["text"] for part in content)
+                "only text is understood",
+                code="request_rejected",
+                where="messages.content",
+                actual=(part.type or "nothing")[:80],
+            )
+    return "".join(part.text or "" for part in content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ def _asks(request: Request, worker: Worker, body: OpenAIBody, prompts: list[list
     return [
         Ask(
             number=number,
-            rid=f"{rid[:256]}_{number}",
+            rid=f"{rid}_{number}",
             place=where[number],
             token_ids=prompts[number // answers],
             params=params,
@@ -151,11 +159,21 @@ def _ends(sequence: Sequence) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class _Sent:
+    """How much of one answer a stream has sent. offset: characters of its tokens, each alone."""
+
+    chars: int = 0
+    tokens: int = 0
+    offset: int = 0
+    role: bool = False
+
+
 def _choice(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str, Any]:
     return {
         "index": sequence.ask.number,
         "text": sequence.progress.text,
-        "logprobs": _completion_logprobs(worker, sequence, 0) if wanted.logprobs else None,
+        "logprobs": _completion_logprobs(worker, sequence, _Sent()) if wanted.logprobs else None,
         **_ends(sequence),
     }
 
@@ -169,13 +187,14 @@ def _chat_choice(worker: Worker, wanted: Wanted, sequence: Sequence) -> dict[str
     }
 
 
-def _completion_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict[str, Any]:
-    progress = sequence.progress
-    texts = [worker.tokenizer.token_text(token) for token in progress.tokens]
-    offsets = [sum(map(len, texts[:number])) for number in range(start, len(texts))]
+def _completion_logprobs(worker: Worker, sequence: Sequence, sent: _Sent) -> dict[str, Any]:
+    """Of the tokens after those that were sent: each is looked at once, however often a stream speaks."""
+    progress, start = sequence.progress, sent.tokens
+    texts = [worker.tokenizer.token_text(token) for token in progress.tokens[start:]]
+    *offsets, sent.offset = itertools.accumulate(map(len, texts), initial=sent.offset)
     tops = [_by_text(worker, top) for top in progress.tops[start:]]
     return {
-        "tokens": texts[start:],
+        "tokens": texts,
         "token_logprobs": progress.logprobs[start:],
         "top_logprobs": tops if sequence.ask.top else None,
         "text_offset": offsets,
@@ -205,15 +224,6 @@ def _chat_logprobs(worker: Worker, sequence: Sequence, start: int) -> dict[str, 
     }
 
 
-@dataclass(slots=True)
-class _Sent:
-    """How much of one answer a stream has sent."""
-
-    chars: int = 0
-    tokens: int = 0
-    role: bool = False
-
-
 async def _events(worker: Worker, wanted: Wanted) -> AsyncIterator[bytes]:
     with started(worker, wanted.asks) as sequences:
         sent = {sequence: _Sent() for sequence in sequences}
@@ -221,7 +231,7 @@ async def _events(worker: Worker, wanted: Wanted) -> AsyncIterator[bytes]:
         delta: Callable[..., dict[str, Any]] = _chat_delta if wanted.chat else _delta
         async for sequence, progress in merged(worker, sequences):
             choice = delta(worker, wanted, sequence, sent[sequence])
-            sent[sequence] = _Sent(len(progress.text), len(progress.tokens), True)
+            sent[sequence] = _Sent(len(progress.text), len(progress.tokens), sent[sequence].offset, True)
             yield msgspec.json.encode({**head, "choices": [choice], **({"usage": None} if wanted.usage else {})})
         if wanted.usage:
             yield msgspec.json.encode({**head, "choices": [], "usage": _usage(wanted, sequences)})
@@ -231,7 +241,7 @@ def _delta(worker: Worker, wanted: Wanted, sequence: Sequence, sent: _Sent) -> d
     return {
         "index": sequence.ask.number,
         "text": sequence.progress.text[sent.chars :],
-        "logprobs": _completion_logprobs(worker, sequence, sent.tokens) if wanted.logprobs else None,
+        "logprobs": _completion_logprobs(worker, sequence, sent) if wanted.logprobs else None,
         **_ends(sequence),
     }
 

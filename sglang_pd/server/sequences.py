@@ -76,7 +76,10 @@ class Sequence:
 
     def _make_job(self) -> Job:
         ask, facts, role = self.ask, self._service.parts.facts, self._service.role
-        prompt = np.asarray(ask.token_ids, dtype=np.int64)
+        count = len(ask.token_ids)
+        # One that can never fit is counted, which is all that its refusal needs.
+        fits = count <= self._service.most_tokens
+        prompt = np.asarray(ask.token_ids, np.int64) if fits else np.broadcast_to(np.int64(0), count)
         return Job(
             room=ask.place.room,
             request_id=f"{ask.rid}#{next(_numbers)}",

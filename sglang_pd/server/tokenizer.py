@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from sglang_pd.engines.base import ModelFacts
 from sglang_pd.protocol.errors import ConfigError, RoomError
 
@@ -62,8 +64,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        tokens = [byte + self._offset for byte in text.encode("utf-8", "surrogatepass")]
-        if tokens and max(tokens) >= self._vocab_size:
+        tokens = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int64) + self._offset
+        if tokens.size and int(tokens.max()) >= self._vocab_size:
             raise RoomError(
                 "this model's vocabulary is too small for that text",
                 code="request_rejected",
@@ -72,7 +74,8 @@ class ByteTokenizer:
                 actual=f"{self._vocab_size} tokens",
                 hint="Send input_ids.",
             )
-        return tokens
+        found: list[int] = tokens.tolist()
+        return found
 
     def detokenizer(self) -> Detokenizer:
         """See `Tokenizer`."""

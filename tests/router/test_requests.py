@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Coroutine
 from typing import Any
 
@@ -14,6 +15,8 @@ from starlette.routing import Mount
 from support.fake_workers import Cluster, Stream, cluster, until
 
 from sglang_pd.router import RequestFailed, Router
+from sglang_pd.router.request import parse
+from sglang_pd.worker import http_bounds
 
 MAX_ROOM = 2**63 - 1
 
@@ -303,8 +306,54 @@ def test_the_body_is_bounded() -> None:
     run(test())
 
 
+BOMBS = {
+    "lists": b'{"text": "a", "x": [' + b"[]," * 300_000 + b"1]}",
+    "a key": b'{"text": "a", "' + b"k" * 1_000_000 + b'": 1}',
+    "prompts": b'{"text": [' + b'"",' * 300_000 + b'""]}',
+    "token lists": b'{"input_ids": [' + b"[]," * 300_000 + b"[1]]}",
+    "parameters": b'{"text": "a", "sampling_params": [' + b"{}," * 400_000 + b"{}]}",
+    "a flag": b'{"text": "a", "return_logprob": [' + b"[]," * 300_000 + b"1]}",
+    "a room": b'{"text": "a", "bootstrap_room": ' + b"9" * 1_000_000 + b"}",
+    "hosts": b'{"text": "a", "bootstrap_host": [' + b'"",' * 300_000 + b'""]}',
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_costs_no_more_than_its_bytes(name: str) -> None:
+    """Nothing is made of what the router does not need: a body of 32 MiB once held the loop for six seconds."""
+    tracemalloc.start()
+    try:
+        parse("/generate", BOMBS[name], 256)
+    except RequestFailed as failed:
+        assert failed.failure.status == 400 and len(failed.failure.json()) < 1000
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 3 * len(BOMBS[name])
+
+
+def test_bodies_together_are_bounded_and_small_ones_always_pass() -> None:
+    async def test() -> None:
+        limits = {"max_body_bytes": 300_000, "bodies_bytes": 300_000}
+        async with cluster(limits=limits) as c:
+            c.decode.hold = asyncio.Event()
+            large = asyncio.create_task(c.generate(text="a" * 250_000))
+            await until(lambda: bool(c.decode.asked))
+            other = await c.generate(text="a" * 250_000)
+            error = other.json()["error"]
+            assert other.status_code == 503 and error["code"] == "pool_exhausted" and error["retryable"]
+            assert other.headers["retry-after"] == "1"
+            small = asyncio.create_task(c.generate(text="a"))
+            await until(lambda: len(c.decode.asked) == 2)
+            c.decode.hold.set()
+            assert (await large).status_code == (await small).status_code == 200
+            assert (await c.generate(text="a" * 250_000)).status_code == 200
+
+    run(test())
+
+
 def test_a_body_that_does_not_come_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_pd.router.app.BODY_IDLE_S", 0.1)
+    monkeypatch.setattr(http_bounds, "IDLE_S", 0.1)
 
     async def test() -> None:
         async with cluster(limits={"max_inflight": 1}) as c:

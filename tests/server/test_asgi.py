@@ -12,12 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from sglang_pd.server.asgi import Guard, read_body
+from sglang_pd.server.asgi import Guard
 from sglang_pd.server.serve import Ending
+from sglang_pd.worker.http_bounds import Bodies
 
 
 async def echo(request: Request) -> Response:
-    return Response(await read_body(request))
+    async with Bodies(1000, 1000).taken(request.scope, request.receive) as body:
+        return Response(body)
 
 
 def test_a_client_that_goes_away_within_its_body_is_no_defect(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import pytest
 from support.serving import Oracle, Pair
 
 from sglang_pd.engines.base import Sampling
+from sglang_pd.server.tokenizer import tokenizer_of
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 PROMPT = [5, 6, 7, 8, 9]
@@ -193,6 +194,24 @@ def test_completions_of_texts_with_several_answers_stream(pair: Pair) -> None:
         (choice,) = event["choices"]
         texts[choice["index"]] += choice["text"]
     assert texts == [choice["text"] for choice in plain["choices"]]
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole_answer_in_pieces(pair: Pair, monkeypatch: Any) -> None:
+    looked: list[int] = []
+    tokenizer = type(tokenizer_of({}, pair.decode.parts.facts))
+    real = tokenizer.token_text
+    monkeypatch.setattr(tokenizer, "token_text", lambda self, token: (looked.append(token), real(self, token))[1])
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    (whole,) = pair.post("/v1/completions", body)[1].json()["choices"]
+    looked.clear()
+    pieces = [
+        e["choices"][0]["logprobs"] for e in events(pair.post("/v1/completions", {**body, "stream": True})[1].text)
+    ]
+    for key in ("tokens", "text_offset", "token_logprobs"):
+        assert sum((piece[key] for piece in pieces), []) == whole["logprobs"][key]
+    lengths = [len(text) for text in whole["logprobs"]["tokens"]]
+    assert whole["logprobs"]["text_offset"] == [sum(lengths[:number]) for number in range(len(lengths))]
+    assert len(looked) == 30 + 1, "each token is looked at once, not once for every piece; prefill tells its one too"
 
 
 def test_a_chat_needs_a_template(pair: Pair) -> None:

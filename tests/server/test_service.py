@@ -55,7 +55,7 @@ def test_decode_tells_prefill_the_request_and_its_trace(pair: Pair, monkeypatch:
 
     async def one() -> None:
         async with pair.client("prefill") as prefill, pair.client("decode", traceparent=trace) as decode:
-            (body,) = bodies_of(pair, 1, rid="r" * 2000)
+            (body,) = bodies_of(pair, 1, rid="r" * 256)
             await asyncio.gather(prefill.post("/generate", json=body), decode.post("/generate", json=body))
 
     pair.ask(one())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from support.serving import Pair, document, pair_of
 
+from sglang_pd.config import load_worker
 from sglang_pd.router.leg import STAGE_DECODE, STAGE_PREFILL, STAGE_TRANSFER
+from sglang_pd.server.app import body_bounds
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 
@@ -159,8 +162,33 @@ def test_a_number_that_is_out_of_range_is_told_back(pair: Pair) -> None:
 
 
 def test_a_body_has_a_bound(pair: Pair) -> None:
-    prefill, _ = pair.post("/generate", {"text": "a" * (33 << 20)})
-    assert prefill.status_code == 400 and "too large" in error_of(prefill)["message"]
+    for response in pair.post("/generate", {"text": "a" * (5 << 20)}):
+        error = error_of(response)
+        assert response.status_code == 413 and error["code"] == "request_too_large"
+        assert error["expected"] == f"at most limits.max_body_bytes = {4 << 20}"
+
+
+def test_the_longest_request_fits_the_default_bound_and_a_configuration_may_narrow_it() -> None:
+    def service(most_tokens: int, given: int | None) -> Any:
+        config = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=given))
+        return SimpleNamespace(config=config, most_tokens=most_tokens)
+
+    assert body_bounds(service(1 << 20, None))[0] == 16 << 20
+    assert body_bounds(service(1 << 10, None))[0] == 4 << 20
+    assert body_bounds(service(1 << 20, 1000))[0] == 1000
+    assert load_worker({"role": "decode", "limits": {"max_body_bytes": "1MiB"}}).limits.max_body_bytes == 1 << 20
+
+
+def test_a_prompt_that_can_never_fit_is_only_counted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    runner = type(pair.prefill.runner)
+    real = runner.check
+    monkeypatch.setattr(runner, "check", lambda self, job: (seen.append(job.token_ids), real(self, job)))
+    prefill, decode = pair.post("/generate", {"input_ids": [5] * 200_000})
+    for response in (prefill, decode):
+        assert response.status_code == 400 and error_of(response)["code"] == "prompt_too_long"
+    assert "200000" in error_of(prefill)["actual"] and seen[0].strides == (0,)
+    assert pair.settled()
 
 
 def test_another_prompt_under_one_room_is_refused_on_both_legs(pair: Pair) -> None:
