@@ -15,9 +15,18 @@ from dataclasses import dataclass, field
 from sglang_pd.memory.allocator import Allocator, pool_name
 from sglang_pd.observe import Count, Observer, PeerState, Pool, Quarantine, Result, RoomKey, Stage
 from sglang_pd.observe import RoomFacts as Seen
-from sglang_pd.protocol.errors import ErrorInfo
+from sglang_pd.protocol.errors import ErrorInfo, wire_text
 from sglang_pd.protocol.manifest import InstanceManifest
-from sglang_pd.protocol.messages import Queued, RoomAccepted, RoomMessage, RoomOpen, StatusReply, Verdict, Wrote
+from sglang_pd.protocol.messages import (
+    MAX_VALUE,
+    Queued,
+    RoomAccepted,
+    RoomMessage,
+    RoomOpen,
+    StatusReply,
+    Verdict,
+    Wrote,
+)
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Role
 from sglang_pd.worker.events import EventKind, RoomEvent
@@ -53,6 +62,16 @@ class _Room:
     records: set[Wrote] = field(default_factory=set)
 
 
+def _facts(request_id: str, traceparent: str, prompt_tokens: int) -> Seen:
+    """What a caller says of a request: records, logs and dumps keep it, so it is cut as `Trace` is, and made text that
+    can be written."""
+    return Seen(
+        request_id=wire_text(request_id[:MAX_VALUE])[:MAX_VALUE],
+        traceparent=wire_text(traceparent[:MAX_VALUE])[:MAX_VALUE],
+        prompt_tokens=prompt_tokens,
+    )
+
+
 class Watch:
     """One worker's rooms, for one observer. Safe from any thread; never raises into the worker."""
 
@@ -68,7 +87,7 @@ class Watch:
 
     def queued(self, job: Job) -> None:
         """A job waits for its turn."""
-        facts = Seen(request_id=job.request_id, traceparent=job.traceparent, prompt_tokens=len(job.token_ids))
+        facts = _facts(job.request_id, job.traceparent, len(job.token_ids))
         with self._lock:
             if job.room in self._rooms:
                 self.observer.count(Count.DUPLICATE_ROOM)
@@ -133,8 +152,7 @@ class Watch:
         """Prefill: the room's request is with the control."""
         with self._lock:
             if room not in self._rooms:
-                facts = Seen(request_id=request_id, traceparent=traceparent, prompt_tokens=prompt_tokens)
-                self._open(room, facts, Stage.QUEUE)
+                self._open(room, _facts(request_id, traceparent, prompt_tokens), Stage.QUEUE)
 
     def opened(self, message: RoomOpen, pairing: Pairing) -> None:
         """Decode opens the room."""
