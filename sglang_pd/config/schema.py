@@ -178,7 +178,7 @@ class LivenessSection(Section, frozen=True):
     status_interval_s, status_max_s: silence after which the other side is asked, first and at most. lease_s,
     lease_renew_s: a computed room waits to be claimed; how often decode renews. request_wait_s: an opened room waits
     for its request. alloc_wait_s: a request waits for memory. fence_alarm_s: quarantine that is reported. request_s: a
-    whole request. drain_s: SIGTERM to the end. stall_s: no progress with a queue turns health not-ready.
+    whole request. drain_s: SIGTERM to the end. stall_s: no progress while own work waits turns health not-ready.
     """
 
     heartbeat_s: Seconds = 1.0

@@ -1,4 +1,7 @@
-"""Whether this worker serves. It is not ready while work waits and nothing moves, however well its process feels."""
+"""Whether this worker serves. It is not ready while work of its own waits and nothing moves, however well its process
+feels. What waits for somebody else (a computed room for the decode that opens it, a decode's room for prefill) says
+nothing about it: one client that sends half a request would take it, and the whole service, out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """The worker's condition, why, and for how many seconds nothing has moved while work waited (0: it moves)."""
+    """The worker's condition, why, and for how many seconds nothing has moved while own work waited (0: it moves)."""
 
     condition: Condition
     reason: str
@@ -50,7 +53,7 @@ class Health:
         self._draining = self._draining or reason or "asked to"
 
     def waiting(self, work: int) -> None:
-        """Requests in the queue plus rooms that are open. The stall clock starts when work first waits."""
+        """Requests and rooms that this worker could move. The stall clock starts when work first waits."""
         if work and not self._waiting:
             self._since_ns = self._clock()
         self._waiting = work
@@ -68,6 +71,6 @@ class Health:
         if not self._is_ready:
             return HealthState(Condition.STARTING, "not started yet", idle_s)
         if self._waiting and idle_ns >= self._stall_ns:
-            reason = f"{self._waiting} requests and rooms wait and nothing has moved for {idle_s:.1f} s"
+            reason = f"{self._waiting} requests and rooms wait for this worker and nothing has moved for {idle_s:.1f} s"
             return HealthState(Condition.STALLED, reason, idle_s)
         return HealthState(Condition.READY, "", idle_s)

@@ -102,7 +102,7 @@ METRICS: Final[dict[str, Declared]] = {
         _gauge("staging_lag_slots", "slots by which the staging ring's consumer is behind"),
         _gauge("peers", "peer instances", "state"),
         _gauge("ready", "1 while new requests should come here"),
-        _gauge("stalled_seconds", "time for which work waits and nothing moves"),
+        _gauge("stalled_seconds", "time for which own work waits and nothing moves"),
         _gauge("open_fds", "file descriptors of the process"),
         _gauge("threads", "threads of the process"),
     )

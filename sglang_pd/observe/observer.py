@@ -122,6 +122,12 @@ class Observer:
     def stage(self, key: RoomKey, stage: Stage) -> None:
         """A room moved on."""
 
+    def waits_for_peer(self, key: RoomKey, waits: bool) -> None:
+        """Whether the room waits for what only the other side can do. At first none does."""
+
+    def worked(self, tokens: int) -> None:
+        """Tokens that the engine has computed so far. More than last time: it moves."""
+
     def bytes_moved(self, key: RoomKey, component: str, nbytes: int, descriptors: int = 0) -> None:
         """Bytes of a room are DONE: written by prefill, recorded by decode. descriptors: pieces they were posted in."""
 

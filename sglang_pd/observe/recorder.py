@@ -71,6 +71,7 @@ class Settings:
 class _Room:
     facts: RoomFacts
     clock: StageClock
+    waits_for_peer: bool = False
     moved_bytes: dict[str, int] = field(default_factory=dict)
     descriptors: int = 0
     verified_layers: int = 0
@@ -99,6 +100,8 @@ class Recorder(Observer):
         self._health = Health(self._settings.stall_s, self._clock)
         self._limited = RateLimited(_log, clock=lambda: self._clock() / 1e9)
         self._queue_depth = 0
+        self._waiting_for_peers = 0
+        self._tokens = 0
         self._quarantine = Quarantine(0, 0)
         self._was_stalled = False
         self.registrations: dict[str, Registration] = {}
@@ -177,6 +180,21 @@ class Recorder(Observer):
                 room.clock.enter(stage)
                 self._health.progress()
 
+    def waits_for_peer(self, key: RoomKey, waits: bool) -> None:
+        """See `Observer`."""
+        with self._lock:
+            if (room := self._known(key)) is not None and room.waits_for_peer is not waits:
+                room.waits_for_peer = waits
+                self._waiting_for_peers += 1 if waits else -1
+                self._waiting()
+
+    def worked(self, tokens: int) -> None:
+        """See `Observer`."""
+        with self._lock:
+            if tokens != self._tokens:
+                self._tokens = tokens
+                self._health.progress()
+
     def bytes_moved(self, key: RoomKey, component: str, nbytes: int, descriptors: int = 0) -> None:
         """See `Observer`."""
         with self._lock:
@@ -194,6 +212,7 @@ class Recorder(Observer):
         with self._lock:
             if (room := self._known(key)) is not None:
                 room.verified_layers += layers
+                self._health.progress()
         self.metrics.add("verified_layers_total", layers - wrong, "equal")
         if wrong:
             self.metrics.add("verified_layers_total", wrong, "different")
@@ -206,6 +225,7 @@ class Recorder(Observer):
                 self.metrics.add("observer_dropped_total")
                 self._limited.warning("ended", "room %d/%d ended, but is not open here", *key)
                 return
+            self._waiting_for_peers -= room.waits_for_peer
             times = room.clock.end()
             record = self._record(key, room, times, (result, cause))
             self._ended.append(record)
@@ -323,7 +343,8 @@ class Recorder(Observer):
             self._limited.log(logging.ERROR, "sink", "a record could not be written: %s", error)
 
     def _waiting(self) -> None:
-        self._health.waiting(self._queue_depth + len(self._rooms))
+        # Whoever is in the queue has a room as a rule.
+        self._health.waiting(max(self._queue_depth, len(self._rooms)) - self._waiting_for_peers)
 
     def _record(self, key: RoomKey, room: _Room, times: StageTimes, end: tuple[Result, ErrorInfo | None]) -> RoomRecord:
         facts, me = room.facts, self.identity

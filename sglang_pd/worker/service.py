@@ -97,6 +97,7 @@ class WorkerService:
 
     def observe(self) -> None:
         """Tell the observer what only shows when somebody looks. Every second or so, and before metrics are read."""
+        self.runner.watch.worked(self.runner.tokens_done)
         self.recorder.health()  # turns a stall into its dump
         self.runner.watch.counts(self.endpoint.stats())
         self.runner.call(self.runner.tell_levels)

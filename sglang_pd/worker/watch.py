@@ -3,6 +3,10 @@
 A room is watched from the moment its job waits (or its endpoint call, where no runner is used) to its end: at decode
 until the engine has taken the request over, at prefill until the hand-over is done. Until decode has opened it, it has
 generation 0. Stages are what this worker can see itself: prefill's compute is part of `queue`, its turn at the engine.
+
+Whose turn it is is told as well, since a worker is stalled only by work of its own. The other side's: at prefill a room
+that is computed and not opened, and one that is written and not admitted; at decode everything between the open and the
+last byte. A wait for memory is the engine's own, unless rooms that wait for the other side hold some.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from sglang_pd.protocol.messages import (
     RoomOpen,
     StatusReply,
     Verdict,
+    Writer,
     Wrote,
 )
 from sglang_pd.protocol.pairing import Pairing
@@ -59,6 +64,9 @@ class _Room:
     computed: bool = False
     started: bool = False
     posted: bool = False
+    owed: set[tuple[Writer, str]] = field(default_factory=set)
+    """Prefill: who has not yet written the last of which component."""
+    arrived: bool = False
     records: set[Wrote] = field(default_factory=set)
 
 
@@ -79,6 +87,8 @@ class Watch:
         self.observer = observer or Observer()
         self._prefill = role is Role.PREFILL
         self._rooms: dict[int, _Room] = {}
+        self._away: set[int] = set()
+        """Rooms that hold memory and wait for the other side."""
         self._lock = threading.RLock()
         self._told_s = 0.0
         self._counted: dict[str, float] = {}
@@ -99,8 +109,10 @@ class Watch:
         with self._lock:
             for job in jobs:
                 room = self._rooms.get(job.room)
-                if room is not None and room.job is job and not self._prefill:
-                    self.observer.stage(room.key, Stage.ALLOC_WAIT)
+                if room is not None and room.job is job:
+                    if not self._prefill:
+                        self.observer.stage(room.key, Stage.ALLOC_WAIT)
+                    self.observer.waits_for_peer(room.key, bool(self._away))
 
     def ended(self, job: Job, error: ErrorInfo | None) -> None:
         """The job is through with its hand-over: at decode admitted by the engine, or failed with `error`."""
@@ -133,6 +145,10 @@ class Watch:
             )
         )
 
+    def worked(self, tokens: int) -> None:
+        """Tokens that the engine has computed so far."""
+        self.observer.worked(tokens)
+
     def counts(self, stats: Mapping[str, float]) -> None:
         """Counters of the control plane as they stand now; what was added since the last call is told."""
         with self._lock:
@@ -151,15 +167,17 @@ class Watch:
     def requested(self, room: int, request_id: str, traceparent: str, *, prompt_tokens: int) -> None:
         """Prefill: the room's request is with the control."""
         with self._lock:
-            if room not in self._rooms:
-                self._open(room, _facts(request_id, traceparent, prompt_tokens), Stage.QUEUE)
+            known = self._rooms.get(room)
+            if known is None:
+                known = self._open(room, _facts(request_id, traceparent, prompt_tokens), Stage.QUEUE)
+            self._prefill_stage(known)
 
     def opened(self, message: RoomOpen, pairing: Pairing) -> None:
         """Decode opens the room."""
         with self._lock:
             known = self._rooms.get(message.room) or self._open(message.room, Seen(), Stage.HANDSHAKE)
             self._name(known, message, pairing)
-            self.observer.stage(known.key, Stage.HANDSHAKE)
+            self._stage(known, Stage.HANDSHAKE, away=True)
 
     def started(self, message: RoomOpen, pairing: Pairing) -> None:
         """Prefill: request and open agree, chunks may be written."""
@@ -167,6 +185,11 @@ class Watch:
             known = self._rooms.get(message.room)
             if known is not None:
                 known.started = True
+                known.owed = {
+                    (Writer(pp=rank.rank.pp_rank, tp=rank.rank.tp_rank), component)
+                    for rank in pairing.prefill.ranks
+                    for component in pairing.owed(rank.rank)
+                }
                 self._name(known, message, pairing)
                 self._prefill_stage(known)
 
@@ -187,8 +210,14 @@ class Watch:
     def wrote(self, record: Wrote, descriptors: int) -> None:
         """Prefill: a record's bytes are DONE. descriptors: pieces that they were posted in."""
         with self._lock:
-            if record.nbytes and (known := self._known(record)) is not None:
+            known = self._known(record)
+            if known is None:
+                return
+            if record.nbytes:
                 self.observer.bytes_moved(known.key, record.component, record.nbytes, descriptors)
+            if record.last:
+                known.owed.discard((record.writer, record.component))
+                self._prefill_stage(known)
 
     def heard(self, message: RoomMessage) -> None:
         """Decode: a message of the room counts; new records in it are bytes that arrived."""
@@ -197,13 +226,14 @@ class Watch:
             known = self._known(message)
             if known is None:
                 return
-            if isinstance(message, RoomAccepted | Queued):
-                self.observer.stage(known.key, Stage.QUEUE)
+            if isinstance(message, RoomAccepted | Queued) and not known.arrived:
+                self._stage(known, Stage.QUEUE, away=True)
             for record in records:
                 if not isinstance(record, Wrote) or record.empty or record in known.records:
                     continue
                 known.records.add(record)
-                self.observer.stage(known.key, Stage.WIRE)
+                if not known.arrived:
+                    self._stage(known, Stage.WIRE, away=True)
                 self.observer.bytes_moved(known.key, record.component, record.nbytes)
 
     def verifying(self, room: int, generation: int) -> None:
@@ -211,7 +241,8 @@ class Watch:
         with self._lock:
             known = self._rooms.get(room)
             if known is not None and known.key.generation == generation:
-                self.observer.stage(known.key, Stage.VERIFY)
+                known.arrived = True
+                self._stage(known, Stage.VERIFY, away=False)
 
     def verified(self, record: Wrote) -> None:
         """Decode: a record is in memory as it was sent."""
@@ -233,7 +264,8 @@ class Watch:
             if known is None or (event.generation and known.key.generation not in (0, event.generation)):
                 return
             if event.kind is EventKind.ADMITTED:
-                self.observer.stage(known.key, Stage.ADMIT)
+                known.arrived = True
+                self._stage(known, Stage.ADMIT, away=False)
             elif event.kind in _RESULTS and not self._engine_ends(known, event):
                 self._end(event.room, _RESULTS[event.kind], event.error)
 
@@ -289,9 +321,17 @@ class Watch:
         elif not known.started:
             stage = Stage.HANDSHAKE
         else:
-            stage = Stage.WIRE if known.posted else Stage.POST
+            stage = Stage.WIRE if known.posted or not known.owed else Stage.POST
+        away = stage is Stage.HANDSHAKE or (stage is Stage.WIRE and not known.owed)
+        self._stage(known, stage, away=away)
+
+    def _stage(self, known: _Room, stage: Stage, *, away: bool) -> None:
+        """The room's stage, and whether what it waits for there is the other side's to do."""
+        (self._away.add if away else self._away.discard)(known.key.room)
         self.observer.stage(known.key, stage)
+        self.observer.waits_for_peer(known.key, away)
 
     def _end(self, room: int, result: Result, error: ErrorInfo | None) -> None:
         known = self._rooms.pop(room)
+        self._away.discard(room)
         self.observer.room_ended(known.key, result, error)

@@ -131,6 +131,29 @@ def test_nobody_waits_for_memory_for_ever_and_prefill_learns_it() -> None:
         assert tight.settled()
 
 
+def test_a_leg_that_waits_for_another_one_leaves_its_worker_ready() -> None:
+    """Either role: the room waits for somebody else, the worker for nothing."""
+    quick = {"stall_s": 2.0}
+    with pair_of(document("prefill", liveness=quick), document("decode", liveness=quick)) as pair:
+
+        async def alone(leg: str, stage: str) -> None:
+            service = getattr(pair, leg)
+            body = {**pair.place(), "input_ids": [5] * 10, "sampling_params": GREEDY}
+            async with pair.client(leg) as client:
+                request = asyncio.create_task(client.post("/generate", json=body))
+                while [room.stage for room in service.recorder.dump().rooms] != [stage]:
+                    await asyncio.sleep(0.02)
+                for _ in range(30):
+                    await asyncio.sleep(0.1)
+                    assert (await client.get("/ready")).status_code == 200
+                assert not request.done()
+                request.cancel()
+                await asyncio.wait({request})
+
+        pair.ask(alone("prefill", "handshake"))
+        pair.ask(alone("decode", "queue"))
+
+
 def test_a_request_has_a_deadline() -> None:
     live = {"request_s": 1.5, "request_wait_s": 1.5, "alloc_wait_s": 1.5, "transfer_s": 1.5, "liveness_s": 1.5}
     live |= {"heartbeat_s": 0.2, "status_interval_s": 0.5, "status_max_s": 1.0}
