@@ -152,7 +152,7 @@ class Child:
             "allocate": lambda: live.allocate(4096),
             "describe": live.describe,
             "revoke": lambda: live.revoke(1),
-            "admit": lambda: live.admit(1),
+            "admit": lambda: live.admit(1, live.describe()),
             "progress": live.progress,
             "wakeup_fd": live.wakeup_fd,
         }

@@ -78,7 +78,7 @@ def test_a_name_that_does_not_resolve_fails_its_own_rooms(
 def test_a_prefill_is_reached_by_its_name_and_followed_where_it_moves(pair: LocalPair, names: Names) -> None:
     names.known["prefill.test"] = ["127.0.0.2", "127.0.0.1"]  # nobody listens at the first
     address = pair.address.replace("127.0.0.1", "prefill.test")
-    pair.prefill.at.request(1, IDS, pair.prefill.lists())
+    pair.handles[1] = pair.prefill.at.request(1, IDS, pair.prefill.lists())
     pair.decode.at.open(1, address, IDS, pair.decode.lists())
     pair.complete(1)
 

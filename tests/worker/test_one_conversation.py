@@ -55,10 +55,10 @@ def test_nobody_states_the_ranks_of_another(pair: LocalPair, whose: str) -> None
             segment[:] = 0x77
         if kept is pair.prefill:
             before = [segment.copy() for segment in memory(kept)]
-        pair.prefill.at.request(2, IDS, pair.prefill.lists())
+        pair.handles[2] = pair.prefill.at.request(2, IDS, pair.prefill.lists())
         handle = evil.at.open(2, pair.address, IDS, evil.lists(8))
-        pair.prefill.at.send(2, 0, len(IDS), last=True)
-        pair.prefill.at.finish(2, len(IDS), b"record")
+        pair.prefill.at.send(pair.handles[2], 0, len(IDS), last=True)
+        pair.prefill.at.finish(pair.handles[2], len(IDS), b"record")
         assert evil.released(2) == ["failed:peer_unknown", "releasable"]
         (error,) = [event.error for event in evil.events if event.handle == handle and event.error]
         assert "speaks in another conversation" in error.message
@@ -99,7 +99,7 @@ def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first
         pair.complete(9)
     decode.at.connect(other)
     for room, address in ((1, one), (2, other)):
-        prefill.at.request(room, IDS, prefill.lists(3 * room))
+        pair.handles[room] = prefill.at.request(room, IDS, prefill.lists(3 * room))
         decode.at.open(room, address, IDS, decode.lists(3 * room))
     wait_until(lambda: prefill.at.stats()["rooms"] == 2 and len(decode.at.peers()) == 1)
     (talk,) = decode.at.peers()
@@ -111,7 +111,7 @@ def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first
         prefill.at.abort(room)
         prefill.released(room)
     for room, address in ((3, one), (4, other)):
-        prefill.at.request(room, IDS, prefill.lists(3 * room))
+        pair.handles[room] = prefill.at.request(room, IDS, prefill.lists(3 * room))
         decode.at.open(room, address, IDS, decode.lists(3 * room))
         pair.complete(room)
     (talk,) = decode.at.peers()
