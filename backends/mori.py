@@ -349,7 +349,7 @@ class MoriBackend(Backend):
         self._home.check()
         return False
 
-    def admit(self, epoch: int) -> None:
+    def admit(self, epoch: int, blob: bytes) -> None:
         """See `Backend`. Nothing was ever proven that this could end."""
         self._home.check()
 
