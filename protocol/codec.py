@@ -4,7 +4,7 @@ Envelope, 48 bytes, little-endian, the same in every version of the protocol, re
 
     0  magic "SGPD"             24  optional feature bits   u64
     4  major            u16     32  sender's epoch          u64
-    6  minor            u16     40  xxh3-64 of the body     u64
+    6  minor            u16     40  xxh3-64 of all the rest u64
     8  message type     u16     48  names of the critical features, ASCII, comma between (names length bytes)
    10  flags            u8      ..  body: one msgpack map (body length bytes)
    11  names length     u8
@@ -34,6 +34,7 @@ MAGIC = b"SGPD"
 _HEADER = struct.Struct("<4sHHHBBIQQQQ")
 HEADER_BYTES = _HEADER.size
 _NAMES_LENGTH_AT = 11
+_HASH_AT = 40
 
 FLAG_IGNORABLE = 1
 """Flag bit 0: a receiver that does not know the type drops the message and counts it; else it is refused."""
@@ -76,7 +77,7 @@ class Header:
     critical: int
     optional: int
     epoch: int
-    body_hash: int
+    hash: int
 
     @property
     def body_start(self) -> int:
@@ -174,7 +175,7 @@ def encode(
     try:
         mask = version.feature_mask(critical)
         names = ",".join(critical).encode("ascii")
-        head = _HEADER.pack(
+        fields = (
             MAGIC,
             PROTOCOL_VERSION.major,
             minor,
@@ -185,11 +186,18 @@ def encode(
             mask,
             version.feature_mask(tuple(version.FEATURES.values())) & ~mask,
             epoch,
-            xxhash.xxh3_64_intdigest(body),
         )
+        head = _HEADER.pack(*fields, 0)[:_HASH_AT]
     except (struct.error, KeyError, UnicodeEncodeError) as error:
         raise LocalProtocolError(f"the envelope cannot say that: {error}", code="message_malformed") from error
-    return head + names + body
+    return head + frame_hash(head, names + body).to_bytes(8, "little") + names + body
+
+
+def frame_hash(head: bytes | memoryview, rest: bytes | memoryview) -> int:
+    """xxh3-64 (seed 0) of a frame without its hash. head: the envelope's first 40 bytes. rest: names and body."""
+    hasher = xxhash.xxh3_64(head)
+    hasher.update(rest)
+    return hasher.intdigest()
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
@@ -204,7 +212,7 @@ def read_header(data: bytes | memoryview) -> Header:
     """
     if len(data) < HEADER_BYTES:
         raise RemoteProtocolError("shorter than an envelope", expected=f">= {HEADER_BYTES} bytes", actual=len(data))
-    magic, major, minor, kind, flags, names_bytes, body_bytes, critical, optional, epoch, body_hash = (
+    magic, major, minor, kind, flags, names_bytes, body_bytes, critical, optional, epoch, hash_ = (
         _HEADER.unpack_from(data)
     )
     if magic != MAGIC:
@@ -240,7 +248,7 @@ def read_header(data: bytes | memoryview) -> Header:
         critical=critical,
         optional=optional,
         epoch=epoch,
-        body_hash=body_hash,
+        hash=hash_,
     )
 
 
@@ -270,9 +278,10 @@ def decode(frame: bytes | memoryview) -> Received:
             expected=f"{header.frame_bytes} bytes",
             actual=f"{len(frame)} bytes",
         )
-    body = memoryview(frame)[header.body_start :]
-    if xxhash.xxh3_64_intdigest(body) != header.body_hash:
-        raise RemoteProtocolError("the body is not what was sent", where="xxh3-64")
+    view = memoryview(frame)
+    body = view[header.body_start :]
+    if frame_hash(view[:_HASH_AT], view[HEADER_BYTES:]) != header.hash:
+        raise RemoteProtocolError("the frame is not what was sent", where="xxh3-64")
     kind = MESSAGES.get(header.type)
     if kind is None:
         return Received(header, None, ())

@@ -402,5 +402,5 @@ MESSAGES: dict[int, type[Message]] = {
 MESSAGE_SINCE: dict[int, int] = {}
 """Type number -> the minor that brought it; not listed: 0."""
 
-FIELD_SINCE: dict[tuple[str, str], int] = {("Hello", "lost"): 1, ("HelloReply", "fenced"): 1}
+FIELD_SINCE: dict[tuple[str, str], int] = {}
 """(message, field) -> the minor that brought the field; not listed: 0."""

@@ -24,12 +24,16 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-PROTOCOL_VERSION = Version(1, 1)
+PROTOCOL_VERSION = Version(2, 0)
 """What this code speaks. One entry of `HISTORY` for each value it ever had in a release."""
 
 HISTORY: tuple[tuple[Version, str], ...] = (
     (Version(1, 0), "First version: envelope, handshake, rooms, liveness, tickets."),
-    (Version(1, 1), "`Hello.lost` and `HelloReply.fenced`: a writer that lives is its own fence for what was lost."),
+    (
+        Version(2, 0),
+        "The hash covers the envelope, too: a message cannot turn into one of another type. `Hello.lost` and "
+        "`HelloReply.fenced`: a writer that lives is its own fence for what was lost.",
+    ),
 )
 """Every version, oldest first, with what changed."""
 
