@@ -21,7 +21,8 @@ help:
 	@echo "make lint      formatting, types, import direction"
 	@echo "make format    let ruff fix what it can"
 	@echo "make demo      the main job, end to end, over nixl (DEMO='--backend local' for shared memory)"
-	@echo "make chaos     rooms under faults, kills and a bad link: ROOMS=2000 SEED=any BACKEND=local MINUTES=0"
+	@echo "make chaos     rooms under faults, kills and a bad link: ROOMS=2000 SEED=any MINUTES=0"
+	@echo "               BACKEND=local (or mooncake, nixl over TCP, nixl-cma)"
 
 install: $(stamp)
 

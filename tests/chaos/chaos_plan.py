@@ -12,6 +12,15 @@ PAIRS = 2
 LIVENESS_S = 1.0
 STATUS = {"status_interval_s": 0.2, "status_max_s": 0.8, "lease_s": 4.0, "request_wait_s": 4.0, "fence_alarm_s": 5.0}
 
+FORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "local": ("local", {}),
+    "mooncake": ("mooncake", {}),
+    "nixl": ("nixl", {"UCX_TLS": "tcp,self"}),
+    "nixl-cma": ("nixl", {}),
+}
+"""What `--backend` names: a backend, and the environment of its processes. nixl by itself is CMA on one host: there a
+writer's death is the only proof against it that decode can find by itself. `nixl` is it as between two hosts."""
+
 Befalls = Literal["kill", "stop", "link", "calm"]
 
 
@@ -55,7 +64,7 @@ def options(draw: random.Random, backend: str) -> dict[str, Any]:
         {"kind": "drop", "probability": 0.005},
     ]
     return {
-        "inner": backend,
+        "inner": FORMS[backend][0],
         "inner_options": {"insecure_data_plane": True} if backend == "mooncake" else {},
         "seed": draw.randrange(2**31),
         "faults": [{"at": 1, "every": 1, **fault} for fault in faults],
@@ -89,7 +98,7 @@ def environment(backend: str) -> dict[str, str]:
         from sglang_pd.backends.mooncake import environment as of_mooncake
 
         return dict(of_mooncake({"insecure_data_plane": True}))
-    return {"UCX_TLS": "tcp,self"} if backend == "nixl" else {}
+    return dict(FORMS[backend][1])
 
 
 def steps(seed: int, rooms: int) -> Iterator[Step]:

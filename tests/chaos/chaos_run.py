@@ -23,7 +23,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from chaos_plan import PAIRS, Calamity, RoomStep, steps, worker
+from chaos_plan import FORMS, PAIRS, Calamity, RoomStep, steps, worker
 from support.worker_process import TERMINAL, WorkerProcess, free_address
 
 IN_FLIGHT = 12
@@ -248,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rooms", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--backend", default="local")
+    parser.add_argument("--backend", default="local", choices=FORMS)
     parser.add_argument("--minutes", type=float, default=0.0, help="go on with further seeds for so long")
     given = parser.parse_args()
     end_s, seed = time.monotonic() + 60 * given.minutes, given.seed
