@@ -218,10 +218,12 @@ class FaultyTransfer(Transfer):
 
     @property
     def source_free(self) -> bool:
-        """See `Transfer`: what is still to be posted reads the source, and what was posted says it itself."""
-        if self.poll() is not TransferState.UNKNOWN:
-            return self.quiesced
-        return self.post is None and (self._real is None or self._real.source_free)
+        """See `Transfer`: what was posted says it itself, and nothing else lets go of the source before its end.
+
+        Not even what was dropped, though nobody reads it: a transport that says it leaves the proof to the destination,
+        and here the writer's fence is still to come.
+        """
+        return self.quiesced or (self.post is None and self._real is not None and self._real.source_free)
 
     @property
     def may_land(self) -> bool:

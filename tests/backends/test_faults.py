@@ -258,9 +258,9 @@ def test_the_source_is_free_when_the_transport_says_so_and_never_before_it_was_p
     assert transfer.source_free and transfer.quiesced
 
 
-def test_the_source_of_what_was_dropped_is_free_once_it_is_unknown(make: Maker) -> None:
+def test_the_source_of_what_was_dropped_waits_for_the_fence(make: Maker) -> None:
     pair = make(Fault(kind="drop"))
     transfer = pair.write()
-    assert not transfer.source_free
     pair.step(10.5)
-    assert transfer.source_free and not transfer.quiesced
+    assert transfer.poll() is TransferState.UNKNOWN and not transfer.source_free
+    assert pair.writer.fence(pair.peer)
