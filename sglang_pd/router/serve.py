@@ -17,10 +17,12 @@ from sglang_pd.config import Address, RouterConfig
 from sglang_pd.config.address import is_loopback
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.router.router import Router
+from sglang_pd.worker.http_server import ACCEPTS, BACKLOG, Connections, most_connections
 
 log = logging.getLogger("sglang_pd.router")
 
-BACKLOG: Final = 2048
+DESCRIPTORS: Final = 3
+"""Of one request: its client's connection and one for each leg."""
 STOP_S: Final = 10
 """Seconds for running requests to end after a signal; then they are cut off. A second signal cuts them off at once."""
 CUT_S: Final = 3
@@ -37,16 +39,28 @@ async def serve(config: RouterConfig, started: Callable[[Address], None]) -> Non
         if not is_loopback(address.host) and not config.bearer_token:
             log.warning("the router listens on %s without a bearer_token: whoever reaches it may use it", address)
         router = Router(config)
+        connections = Connections(most_connections(DESCRIPTORS))
+        if connections.most < config.limits.max_inflight:
+            text = "ulimit -n leaves %d connections of clients, fewer than limits.max_inflight = %d"
+            log.info(text, connections.most, config.limits.max_inflight)
         settings = uvicorn.Config(
             router.app,
+            http=connections.protocol,  # type: ignore[arg-type]  # it is called, and need not be a class
+            backlog=ACCEPTS,
             log_level="warning",
             access_log=False,
             lifespan="on",
             server_header=False,
             timeout_graceful_shutdown=STOP_S + CUT_S,
         )
-        server = _Server(settings, lambda: started(address))
+
+        def ready() -> None:
+            listener.listen(BACKLOG)
+            started(address)
+
+        server = _Server(settings, ready)
         loop = asyncio.get_running_loop()
+        connections.guard(loop)
 
         def stop() -> None:
             if server.should_exit:

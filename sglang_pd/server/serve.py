@@ -19,6 +19,7 @@ from sglang_pd.config.address import Address
 from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.server.app import build_app
 from sglang_pd.server.errors import Failure
+from sglang_pd.worker.http_server import ACCEPTS, BACKLOG, Connections, most_connections
 from sglang_pd.worker.service import WorkerService
 
 log = logging.getLogger("sglang_pd.server")
@@ -26,7 +27,6 @@ log = logging.getLogger("sglang_pd.server")
 POLL_S: Final = 0.1
 OBSERVE_TURNS: Final = 10
 """The observer is told what only shows when somebody looks once in so many polls."""
-BACKLOG: Final = 2048
 
 
 def listen(address: Address) -> socket.socket:
@@ -94,10 +94,20 @@ def serve(service: WorkerService, listener: socket.socket, *, on_ready: Callable
 
 async def _serve(service: WorkerService, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     app = Ending(build_app(service), service.role.value)
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    connections = Connections(most_connections(1))
+    config = uvicorn.Config(
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]  # it is called, and need not be a class
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=ACCEPTS,
+        timeout_graceful_shutdown=5,
+    )
     server = _Server(config)
     told: list[int] = []
     loop = asyncio.get_running_loop()
+    connections.guard(loop)
 
     def stop(number: int) -> None:
         told.append(number)
@@ -112,6 +122,7 @@ async def _serve(service: WorkerService, listener: socket.socket, on_ready: Call
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
+        listener.listen(BACKLOG)
         on_ready()
     watching = asyncio.ensure_future(_end_when_drained(service, server, told))
     try:
