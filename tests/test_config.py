@@ -296,3 +296,31 @@ def test_frozen_and_comparable() -> None:
     with pytest.raises(AttributeError):
         config.verify = "off"  # type: ignore[misc]
     assert backend_settings(config).options == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "sets", "environ", "where"),
+    [
+        ('role: prefill\nengine: {name: "\\ud800"}\n', (), {}, "$.engine.name (line 2, column 16)"),
+        ('role: prefill\n"\\udfff": 1\n', (), {}, "$ (line 2, column 1)"),
+        ('role: prefill\nengine:\n  options: {a: ["b", "c\\udc80"]}\n', (), {}, "$.engine.options.a[1] (line 3"),
+        ({"role": "prefill", "instance_id": "a\ud800"}, (), {}, "$.instance_id"),
+        ({"role": "prefill", "engine": {"options": {"\ud800": 1}}}, (), {}, "$.engine.options"),
+        ({"role": "prefill"}, ("instance_id=\udcff",), {}, "$.instance_id"),
+        ({"role": "prefill"}, ("engine.options.a={b: \udcff}",), {}, "$.engine.options.a"),
+        ({"role": "prefill"}, ("\udcff=1",), {}, "--set"),
+        ({"role": "prefill", "instance_id": "${env:NAME}"}, (), {"NAME": "\udcff"}, "$.instance_id"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_with_its_place(
+    source: Any, sets: tuple[str, ...], environ: dict[str, str], where: str, tmp_path: Path
+) -> None:
+    """Bytes of a command line or of the environment that are no UTF-8 are such halves, too."""
+    if isinstance(source, str):
+        file = tmp_path / "x.yaml"
+        file.write_text(source)
+        source = file
+    with pytest.raises(ConfigError) as caught:
+        load_worker(source, sets=sets, environ=environ)
+    assert caught.value.where.startswith(where)
+    str(caught.value).encode(), caught.value.info()

@@ -16,6 +16,7 @@ from sglang_pd.protocol.errors import ConfigError
 MAX_DOCUMENT_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 32
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
@@ -57,6 +58,19 @@ def scalar(text: str) -> Any:
     return text
 
 
+def writable(text: str, where: str) -> str:
+    """The text. Raises `ConfigError` for half a surrogate pair: UTF-8 has no form for it, so that nothing which is told
+    of it (a manifest, a log, the error itself) could be written."""
+    if not text.isascii() and _SURROGATE.search(text):
+        raise ConfigError(
+            "a character that UTF-8 cannot write",
+            where=where,
+            expected="no half of a surrogate pair, and bytes that are UTF-8",
+            actual=ascii(text[:40]),
+        )
+    return text
+
+
 def _refuse_extras(text: str, where: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -81,7 +95,8 @@ def _value(node: yaml.Node, where: str, depth: int) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(node.value)]
     quoted = getattr(node, "style", None) is not None
-    return str(node.value) if quoted else scalar(node.value)
+    text = writable(str(node.value), _place(where, node.start_mark))
+    return text if quoted else scalar(text)
 
 
 def _mapping(node: yaml.MappingNode, where: str, depth: int) -> dict[str, Any]:
@@ -89,7 +104,7 @@ def _mapping(node: yaml.MappingNode, where: str, depth: int) -> dict[str, Any]:
     for key_node, value_node in node.value:
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError("a key is text", where=_place(where, key_node.start_mark))
-        key = str(key_node.value)
+        key = writable(str(key_node.value), _place(where, key_node.start_mark))
         if key in found:
             raise ConfigError("the key stands twice", where=_place(f"{where}.{key[:64]}", key_node.start_mark))
         found[key] = _value(value_node, f"{where}.{key[:64]}", depth + 1)

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import inspect as mi
 
 from sglang_pd.config.checks import check_router, check_worker
-from sglang_pd.config.document import MAX_DOCUMENT_BYTES, parse_document, scalar
+from sglang_pd.config.document import MAX_DOCUMENT_BYTES, parse_document, scalar, writable
 from sglang_pd.config.schema import RouterConfig, WorkerConfig
-from sglang_pd.protocol.errors import ConfigError
+from sglang_pd.protocol.errors import ConfigError, wire_text
 
 Config = TypeVar("Config", WorkerConfig, RouterConfig)
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -236,7 +236,7 @@ def _shaped(value: Any, info: mi.Type, where: str, environ: Environment) -> Any:
     """The value with unknown keys refused, `${env:NAME}` replaced and sizes read."""
     members = _members(info)
     if isinstance(value, str):
-        text = _interpolated(value, where, environ)
+        text = _interpolated(writable(value, where), where, environ)
         if text != value:
             free = any(isinstance(m, mi.AnyType) for m, _ in members)
             return scalar(text) if free else _typed(text, info, where)
@@ -257,6 +257,7 @@ def _shaped_mapping(
     for key, item in value.items():
         if not isinstance(key, str):
             raise ConfigError("a key is text", where=where, actual=repr(key)[:64])
+        writable(key, where)
         inner: mi.Type = mi.AnyType()
         if struct is not None:
             inner = _field(struct, key, where)
@@ -295,7 +296,7 @@ def _interpolated(text: str, where: str, environ: Environment) -> str:
 
     if "${" in _ENV.sub("", text):
         raise ConfigError("no such interpolation", where=where, expected="${env:NAME}", actual=text[:80])
-    return _ENV.sub(value, text)
+    return writable(_ENV.sub(value, text), where)
 
 
 def _typed(text: str, info: mi.Type, where: str) -> Any:
@@ -330,7 +331,7 @@ def _apply(data: dict[str, Any], text: str, info: mi.Type, environ: Environment)
     path, equals, value = text.partition("=")
     keys = path.strip().removeprefix("$.").split(".")
     if not equals or not keys or not all(_KEY.fullmatch(key) for key in keys):
-        raise ConfigError("not an override", where="--set", expected="section.key=value", actual=text[:80])
+        raise ConfigError("not an override", where="--set", expected="section.key=value", actual=wire_text(text[:80]))
     where, holder = "$", data
     for depth, key in enumerate(keys):
         struct = next((m for m, _ in _members(info) if isinstance(m, mi.StructType)), None)
@@ -340,7 +341,7 @@ def _apply(data: dict[str, Any], text: str, info: mi.Type, environ: Environment)
         info = mi.AnyType() if struct is None else _field(struct, key, where)
         where = f"{where}.{key}"
         if depth == len(keys) - 1:
-            typed = _typed(_interpolated(value, where, environ), info, where)
+            typed = _typed(_interpolated(writable(value, where), where, environ), info, where)
             holder[key] = _shaped(typed, info, where, {}) if isinstance(typed, (dict, list)) else typed
             return
         inner = holder.get(key)
