@@ -324,3 +324,15 @@ def test_half_a_surrogate_pair_is_refused_with_its_place(
         load_worker(source, sets=sets, environ=environ)
     assert caught.value.where.startswith(where)
     str(caught.value).encode(), caught.value.info()
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "10.0.0.1", "router.example"])
+def test_a_router_lends_the_workers_token_to_nobody_unsaid(bind: str) -> None:
+    base = {"prefill": ["http://a:1"], "decode": ["http://b:1"], "bind": bind}
+    load_router(base)  # a front is there to be reached
+    with pytest.raises(ConfigError) as caught:
+        load_router({**base, "worker_bearer_token": "inner"})
+    assert caught.value.code == "insecure_refused" and caught.value.where == "$.bearer_token"
+    assert "inner" not in str(caught.value)
+    for said in ({"bearer_token": "outer"}, {"insecure": True}, {"bind": "127.0.0.1"}, {"bind": "localhost"}):
+        load_router({**base, "worker_bearer_token": "inner", **said})

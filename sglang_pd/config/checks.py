@@ -183,8 +183,17 @@ def cautions(config: WorkerConfig) -> list[str]:
 
 
 def check_router(config: RouterConfig) -> None:
-    """Every worker's URL parses, and no worker stands twice in a list."""
-    parse_host(config.bind, where="$.bind")
+    """Every worker's URL parses, no worker stands twice in a list, and the workers' token is lent to nobody unsaid."""
+    host = parse_host(config.bind, where="$.bind")
+    if config.worker_bearer_token and not config.bearer_token and not config.insecure and not is_loopback(host):
+        raise ConfigError(
+            "a router that holds the workers' token and asks for none lends it to whoever reaches it",
+            code="insecure_refused",
+            where="$.bearer_token",
+            expected="a token for clients, or a loopback address in bind",
+            actual=f"none, and bind: {host}",
+            hint="Where something in front of it asks for one, say `insecure: true`.",
+        )
     lists = {
         "prefill": [worker.url for worker in config.prefill_workers],
         "decode": [worker.url for worker in config.decode_workers],

@@ -304,7 +304,8 @@ class RouterTimeouts(Section, frozen=True):
 
 class RouterConfig(Section, frozen=True):
     """A router. Workers are listed, or found behind a name: a host name stands for all its addresses with
-    `resolve: dns`."""
+    `resolve: dns`. bearer_token: requests must carry it; worker_bearer_token: what the workers want. insecure: serve
+    others than this host without the one, although it holds the other."""
 
     prefill: Annotated[tuple[RouterPrefill | str, ...], Meta(min_length=1, max_length=4096)]
     decode: Annotated[tuple[RouterDecode | str, ...], Meta(min_length=1, max_length=4096)]
@@ -315,6 +316,7 @@ class RouterConfig(Section, frozen=True):
     retries: Annotated[int, Meta(ge=0, le=16)] = 1
     bearer_token: Annotated[str, Meta(max_length=1024)] = ""
     worker_bearer_token: Annotated[str, Meta(max_length=1024)] = ""
+    insecure: bool = False
     limits: RouterLimits = RouterLimits()
     breaker: RouterBreaker = RouterBreaker()
     timeouts: RouterTimeouts = RouterTimeouts()

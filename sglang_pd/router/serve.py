@@ -37,7 +37,8 @@ async def serve(config: RouterConfig, started: Callable[[Address], None]) -> Non
     with contextlib.closing(listen(config.address)) as listener:
         address = Address(config.address.host, listener.getsockname()[1])
         if not is_loopback(address.host) and not config.bearer_token:
-            log.warning("the router listens on %s without a bearer_token: whoever reaches it may use it", address)
+            text = "the router listens on %s without a bearer_token: whoever reaches it may use the workers behind it"
+            log.warning(text, address)
         router = Router(config)
         connections = Connections(most_connections(DESCRIPTORS))
         if connections.most < config.limits.max_inflight:
