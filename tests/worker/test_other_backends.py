@@ -79,12 +79,7 @@ def test_a_writer_killed_as_soon_as_both_agree(conf: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(150)
-def test_a_writer_that_stops_past_liveness_and_goes_on(conf: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["conf"] == "nixl-cma":
-        reason = (
-            "over CMA only the writer's death proves anything to decode, and a living one's fence does not reach it"
-        )
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_a_writer_that_stops_past_liveness_and_goes_on(conf: dict[str, Any]) -> None:
     address = free_address()
     prefill, decode = start_pair({**conf, "bind": address, "liveness_s": 3.0}, conf)
     with prefill, decode:
