@@ -269,6 +269,7 @@ class RoomDesk:
             self._local(Role.PREFILL, report.room, fenced, report.generation)
         elif isinstance(report, Revoked):
             self._prove(report.peer_epoch, rank)
+            self.seeking.answered(report.peer_epoch, rank)
         elif isinstance(report, Checked):
             self.verification.answer(rank, report)
 
@@ -281,6 +282,7 @@ class RoomDesk:
         """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer."""
         self._now_s = now_s
         if self.seeking.wrote(peer_epoch, manifest):
+            self.seeking.settle(peer_epoch, self._ranks)
             for rank in self._ranks:
                 self._prove(peer_epoch, rank)
             self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))

@@ -30,6 +30,8 @@ class _Writers:
 
     pairing: Pairing
     seeking: bool = False
+    fenced: bool = False
+    """The peer itself gave the proof; only the transport may still be busy with its own."""
     open_epochs: set[int] = field(default_factory=set)
 
 
@@ -56,10 +58,14 @@ class DestinationSide:
         self._report(Paired(peer_epoch=peer_epoch))
 
     def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:
-        """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise."""
+        """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise; answered by
+        `Revoked` once the transport can be met.
+        """
         writers = self._writers.get(peer_epoch)
-        if writers is not None and fenced:
-            self._prove(peer_epoch)
+        if fenced and writers is not None:
+            writers.seeking = writers.fenced = True
+        elif fenced:
+            self._report(Revoked(peer_epoch=peer_epoch))
         elif writers is not None and not writers.seeking:
             del self._writers[peer_epoch]
 
@@ -108,7 +114,9 @@ class DestinationSide:
         """
         raised: Exception | None = None
         for peer_epoch, writers in list(self._writers.items()):
-            for epoch in sorted(writers.open_epochs) if writers.seeking else ():
+            if writers.fenced and not self._rebuilding():
+                writers.open_epochs.clear()
+            for epoch in sorted(writers.open_epochs) if writers.seeking and not writers.fenced else ():
                 try:
                     if self._backend.revoke(epoch):
                         writers.open_epochs.discard(epoch)
@@ -119,6 +127,14 @@ class DestinationSide:
                 self._report(Revoked(peer_epoch=peer_epoch))
         if raised is not None:
             raise raised
+
+    def _rebuilding(self) -> bool:
+        """Whether the transport is in the middle of a proof that costs it its engine."""
+        try:
+            self._backend.describe()
+        except PdError:
+            return True
+        return False
 
     def check(self, order: Check) -> None:
         """Digest what a record claims to have written into this rank."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 
 
@@ -11,6 +13,8 @@ class Seeking:
     """
 
     def __init__(self) -> None:
+        self._settling: dict[int, set[RankId]] = {}
+        """Own ranks whose transport may still be in the middle of a proof that is not needed any more."""
         self._rooms: dict[int, set[int]] = {}
         self._proven: dict[int, set[RankId]] = {}
         self._writers: dict[int, frozenset[int]] = {}
@@ -32,8 +36,8 @@ class Seeking:
         return any(_epochs(manifest) & writers for writers in self._writers.values())
 
     def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
-        """Whether just these ranks wrote as that peer, so that they may speak for all of it."""
-        return self._writers.get(peer_epoch) == _epochs(manifest)
+        """Whether just these ranks wrote as that peer, so that they may speak for all of it; and have not yet."""
+        return peer_epoch not in self._settling and self._writers.get(peer_epoch) == _epochs(manifest)
 
     def prove(self, peer_epoch: int, rank: RankId) -> list[int]:
         """A rank has the proof; gives the rooms that waited for it."""
@@ -41,6 +45,16 @@ class Seeking:
         if rooms:
             self._proven.setdefault(peer_epoch, set()).add(rank)
         return rooms
+
+    def settle(self, peer_epoch: int, ranks: Iterable[RankId]) -> None:
+        """The peer itself gives the proof: it is met anew once each of these ranks has `answered`."""
+        self._settling[peer_epoch] = set(ranks)
+
+    def answered(self, peer_epoch: int, rank: RankId) -> None:
+        """A rank is through with that peer."""
+        if (ranks := self._settling.get(peer_epoch)) is not None:
+            ranks.discard(rank)
+            self._forget(peer_epoch)
 
     def proven(self, peer_epoch: int) -> list[RankId]:
         """Ranks that have it."""
@@ -61,7 +75,12 @@ class Seeking:
             if not rooms:
                 del self._rooms[epoch]
                 self._proven.pop(epoch, None)
-                self._writers.pop(epoch, None)
+                self._forget(epoch)
+
+    def _forget(self, peer_epoch: int) -> None:
+        if peer_epoch not in self._rooms and not self._settling.get(peer_epoch):
+            self._settling.pop(peer_epoch, None)
+            self._writers.pop(peer_epoch, None)
 
 
 def _epochs(manifest: InstanceManifest) -> frozenset[int]:

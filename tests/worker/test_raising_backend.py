@@ -10,6 +10,7 @@ import pytest
 from support.local_pair import LocalPair
 
 from sglang_pd.backends import local
+from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.destination import DestinationSide, _Writers
 
@@ -45,7 +46,7 @@ def test_nothing_is_proven_against_a_peer_that_the_rank_was_never_told_of() -> N
     side.seek(1)
     side.step()
     assert not said
-    side._writers[1] = _Writers(SimpleNamespace(), False, {11})  # type: ignore[arg-type]
+    side._writers[1] = _Writers(SimpleNamespace(), open_epochs={11})  # type: ignore[arg-type]
     side.seek(1)
     side.step()
     side.seek(1)
@@ -54,15 +55,28 @@ def test_nothing_is_proven_against_a_peer_that_the_rank_was_never_told_of() -> N
 
 def test_a_writers_own_word_ends_the_search() -> None:
     asked: list[int] = []
-    backend: Any = SimpleNamespace(revoke=lambda epoch: asked.append(epoch))
-    side = DestinationSide(RankId(0, 0), backend, [].append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
-    side._writers[1] = _Writers(SimpleNamespace(), True, {11})  # type: ignore[arg-type]
+    said: list[Any] = []
+    rebuilding = True
+
+    def describe() -> bytes:
+        if rebuilding:
+            raise BackendError("being replaced")
+        return b"another"
+
+    backend: Any = SimpleNamespace(revoke=lambda epoch: asked.append(epoch), describe=describe)
+    side = DestinationSide(RankId(0, 0), backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
+    side._writers[1] = _Writers(SimpleNamespace(), True, open_epochs={11})  # type: ignore[arg-type]
     side.unpair(1)
     side.step()
     assert asked == [11] and side.seeking, "losing the peer is no proof"
     side.unpair(1, fenced=True)
     side.step()
-    assert asked == [11] and not side.seeking
+    assert asked == [11] and not said and side.seeking, "peers would meet an engine that is on its way out"
+    rebuilding = False
+    side.step()
+    assert asked == [11] and len(said) == 1 and not side.seeking
+    side.unpair(1, fenced=True)
+    assert len(said) == 2, "told again"
 
 
 def test_a_revocation_that_raises_holds_up_no_other_peer() -> None:
@@ -76,7 +90,7 @@ def test_a_revocation_that_raises_holds_up_no_other_peer() -> None:
     backend: Any = SimpleNamespace(revoke=revoke)
     side = DestinationSide(RankId(0, 0), backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
     for peer_epoch, epochs in ((1, {11, 12}), (2, {21})):
-        side._writers[peer_epoch] = _Writers(SimpleNamespace(), True, epochs)  # type: ignore[arg-type]
+        side._writers[peer_epoch] = _Writers(SimpleNamespace(), True, open_epochs=epochs)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         side.step()
     assert [report.peer_epoch for report in said] == [2] and side.seeking
