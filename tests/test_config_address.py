@@ -71,7 +71,15 @@ def test_urls() -> None:
     assert Address("::1").url("ws") == "ws://[::1]" and Address("10.0.0.1", 1).url() == "http://10.0.0.1:1"
     assert parse_url("http://[fe80::1%25eth0]:8000/", where="$") == Address("fe80::1%eth0", 8000)
     assert parse_url("http://prefill", where="$") == Address("prefill", 80)
-    for bad in ("https://x:1", "http://x:1/path", "http://u:p@x:1", "http://x:1?q", "ftp://x"):
+    for bad in (
+        "http://[::1",
+        "http://::1]:80",
+        "https://x:1",
+        "http://x:1/path",
+        "http://u:p@x:1",
+        "http://x:1?q",
+        "ftp://x",
+    ):
         with pytest.raises(ConfigError):
             parse_url(bad, where="$")
 

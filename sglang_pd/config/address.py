@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from sglang_pd.protocol.errors import ConfigError
 
@@ -107,7 +106,7 @@ def parse_url(text: str, *, where: str) -> Address:
         return parse_address(text, where=where)
     scheme, _, rest = text.partition("://")
     authority = rest.removesuffix("/")
-    if scheme.lower() != "http" or urlsplit(f"//{authority}").path or any(c in authority for c in "/?#@"):
+    if scheme.lower() != "http" or any(c in authority for c in "/?#@"):
         raise ConfigError(
             "not the URL of a worker", where=where, expected="http://HOST:PORT", actual=text[:MAX_ADDRESS]
         )
