@@ -440,13 +440,26 @@ class InstanceControl:
             transport = " ".join(sorted(talk.transports))
             self.watch.judged(self.peering.own.manifest, talk.manifest, talk.verdict, transport)
 
+    def wake(self) -> None:
+        """Who did not look (a stopped process, a starved thread) cannot say that nobody spoke: peers get that time. Who
+        was silent for as long as its own liveness was given up by those it writes to, and must write no more.
+        """
+        now_s = self._clock()
+        stall_s, self._turned_s = now_s - self._turned_s, now_s
+        if self.desk is None or self.peering is None or stall_s < STALL_S:
+            return
+        self.desk.forgive(stall_s)
+        self.ranks.forgive(stall_s)
+        if stall_s + self.config.heartbeat_s >= self.config.liveness_s:
+            text = f"this side did not run for {stall_s:.1f} s, which its peers take for its end"
+            self.peering.give_up_decodes(ErrorInfo(code="peer_lost", message=text))
+
     def turn(self) -> None:
         """Everything that is due: queued reports, timers, handshakes, silent ranks."""
         reports, self._reports = self._reports, []  # what they give rise to has the next turn: heartbeats come between
         for rank, report in reports:
             self._on_report(rank, report)
         now_s = self._clock()
-        self._forgive_own_stall(now_s)
         self._try_pending()
         if self.peering is None or self.desk is None:
             return
@@ -465,16 +478,6 @@ class InstanceControl:
         if self.draining_until_s is not None and now_s >= self.draining_until_s:
             self.desk.fail_all(ErrorInfo(code="draining", message="the drain deadline passed"), now_s)
         self.peering.tick(now_s, self._rooms_with)
-
-    def _forgive_own_stall(self, now_s: float) -> None:
-        """Who did not look (a stopped process, a starved thread) cannot say that nobody spoke: peers get that time."""
-        stall_s, self._turned_s = now_s - self._turned_s, now_s
-        if self.desk is None or stall_s < STALL_S:
-            return
-        for table in (self.desk.prefill, self.desk.decode):
-            for peer in table.peers.values():
-                peer.alive_until_s += stall_s
-        self.ranks.forgive(stall_s)
 
     def _rooms_with(self, epoch: int) -> int:
         if self.desk is None:

@@ -346,6 +346,11 @@ class RoomDesk:
         self._carry(Role.PREFILL, self.prefill.tick(now_s))
         self._carry(Role.DECODE, self.decode.tick(now_s))
 
+    def forgive(self, stall_s: float) -> None:
+        """This side did not listen for so long."""
+        for peer in (*self.prefill.peers.values(), *self.decode.peers.values()):
+            peer.alive_until_s += stall_s
+
     def lose_peer(self, peer_epoch: int, error: ErrorInfo, now_s: float) -> None:
         """A peer incarnation is gone: its rooms fail with this cause, and destinations seek their fence."""
         self._now_s = now_s

@@ -39,6 +39,9 @@ class Driven(Protocol):
     def on_frame(self, party: Party, frame: bytes) -> None:
         """One frame."""
 
+    def wake(self) -> None:
+        """A turn begins; nothing has been done in it yet."""
+
     def turn(self) -> None:
         """What is due now."""
 
@@ -156,6 +159,7 @@ class WorkerLoop:
         """
         self.turns += 1
         self.last_turn_s = time.monotonic()
+        self._guard(self._driven.wake)
         for _ in range(len(self._calls)):
             self._guard(self._calls.popleft())
         for party, frame in self._link.receive(ready):

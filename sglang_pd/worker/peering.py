@@ -428,6 +428,11 @@ class Peering:
         if talk is not None:
             self._drop(talk, error)
 
+    def give_up_decodes(self, error: ErrorInfo) -> None:
+        """All that this side writes to."""
+        for talk in list(self._callers.values()):
+            self.give_up(talk.epoch, error)
+
     def tick(self, now_s: float, rooms_with: Callable[[int], int]) -> None:
         """Say what is due: Hello while not answered, a heartbeat where agreed. Whose connection closed is given up."""
         self.take_judged(now_s)

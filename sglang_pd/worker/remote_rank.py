@@ -41,6 +41,9 @@ class RemoteRank:
         else:
             self.agent.order(order)
 
+    def wake(self) -> None:
+        """Nothing is due."""
+
     def turn(self) -> None:
         """Say that this rank lives."""
         now_s = time.monotonic()

@@ -20,6 +20,8 @@ class Recorded:
         self._said, self._ordered = False, False
         self.backend = SimpleNamespace(wakeup_fd=lambda: None, progress_interval_s=None)
 
+    def wake(self) -> None: ...
+
     def turn(self) -> None:
         if not self._said:
             self._said = self._ordered = True
