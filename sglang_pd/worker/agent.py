@@ -7,6 +7,7 @@ thread. Calls cross by a bounded queue and a wake-up callable.
 from __future__ import annotations
 
 import operator
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from sglang_pd.worker.orders import (
     Forget,
     Halt,
     Joined,
+    Live,
     Pair,
     Paired,
     RoomFault,
@@ -94,6 +96,7 @@ class RankAgent:
         self.control_epoch = 0
         """The control that this rank serves, where that is another process; 0: none yet."""
         self._leaving_control = False
+        self._incarnation = secrets.randbits(62) + 1
         self._described = backend.describe()
 
     def manifest(self) -> RankManifest:
@@ -126,23 +129,26 @@ class RankAgent:
 
     def join(self, *, rebuilt: bool = False) -> None:
         """Report this rank to its control: at start, whenever the control is new, and when its transport changed."""
+        self._report(self.joined(rebuilt=rebuilt))
+
+    def joined(self, *, rebuilt: bool = False) -> Joined:
+        """What is reported then."""
         stated = self.manifest()
         self._described = stated.transport.connect
-        manifest = msgspec.msgpack.encode(stated)
-        self._report(
-            Joined(
-                rank=self.facts.rank,
-                epoch=self.facts.epoch,
-                manifest=manifest,
-                control_epoch=self.control_epoch,
-                process=own_identity(),
-                rebuilt=rebuilt,
-            )
+        return Joined(
+            rank=self.facts.rank,
+            epoch=self.facts.epoch,
+            manifest=msgspec.msgpack.encode(stated),
+            control_epoch=self.control_epoch,
+            incarnation=self._incarnation,
+            process=own_identity(),
+            rebuilt=rebuilt,
         )
 
     def rejoin(self, control_epoch: int) -> None:
         """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
-        if self.control_epoch in (0, control_epoch):
+        idle = not self.source.rooms and not self.destination.rooms
+        if control_epoch == self.control_epoch or (not self.control_epoch and idle):
             self.join()
         elif not self._leaving_control:
             self._leaving_control = True
@@ -211,6 +217,9 @@ class RankAgent:
         elif isinstance(order, Forget):
             self.source.forget(order)
             self.destination.forget(order)
+        elif isinstance(order, Live):
+            self.source.keep(frozenset(order.generations))
+            self.destination.keep(frozenset(order.generations))
         elif isinstance(order, Seek):
             self.destination.seek(order.peer_epoch)
         elif isinstance(order, Check):

@@ -84,8 +84,7 @@ class InstanceControl:
 
     def attach(self, agent: RankAgent) -> None:
         """A rank in this process; its reports come through `report_of`."""
-        facts, manifest = agent.facts, msgspec.msgpack.encode(agent.manifest())
-        self._join(Joined(rank=facts.rank, epoch=facts.epoch, manifest=manifest), agent.order, remote=False)
+        self._join(agent.joined(), agent.order, remote=False)
 
     def report_of(self, rank: RankId) -> Callable[[AnyReport], None]:
         """What an agent in this process calls to report. Reports are queued: an agent is never re-entered."""
@@ -93,11 +92,8 @@ class InstanceControl:
 
     def _join(self, joined: Joined, reach: Callable[[AnyOrder], None], *, remote: bool) -> bool:
         """False for a process that claims the place of a rank that another one has."""
-        if refused := self.ranks.refuses(joined, serving=self.desk is not None, now_s=self._clock()):
-            if self.desk is not None and self.ranks.is_remote(joined.rank) and self.failed is None:
-                # The former one is halted as long as it lives; once it is silent, it is given up as gone.
-                self._fail(f"{refused}: its memory is new, the instance must start anew")
-            return False
+        if self.ranks.refuses(joined, serving=self.desk is not None, now_s=self._clock()):
+            return False  # the former one serves on; once it is silent it is lost, and the instance with it
         known = self.ranks.epoch_of(joined.rank)
         changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
         if self.desk is None or self.peering is None:

@@ -55,6 +55,7 @@ from sglang_pd.worker.orders import (
     Forget,
     Halt,
     HandedOff,
+    Live,
     Revoked,
     RoomFault,
     Seek,
@@ -321,6 +322,10 @@ class RoomDesk:
                 self._outside.order(self._halt(room.room, room.generation), rank)
         for epoch in self.seeking.open_at(rank):
             self._outside.order(Seek(peer_epoch=epoch), rank)
+        for epoch in self.seeking.settling_at(rank):
+            self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
+        live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
+        self._outside.order(Live(generations=tuple(live)), rank)
 
     # --- both --------------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,15 @@ class DestinationSide:
         """Drop a room's lists."""
         self._rooms.pop((order.room, order.generation), None)
 
+    def keep(self, generations: frozenset[int]) -> None:
+        """Drop lists of rooms that are not among these."""
+        self._rooms = {key: kept for key, kept in self._rooms.items() if key[1] in generations}
+
+    @property
+    def rooms(self) -> int:
+        """Rooms whose lists are kept."""
+        return len(self._rooms)
+
     def seek(self, peer_epoch: int) -> None:
         """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank was
         never told of (an order was lost) nothing is known: its writers may have connected all the same.

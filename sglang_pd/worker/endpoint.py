@@ -102,7 +102,7 @@ class Endpoint:
         self._events: deque[RoomEvent] = deque()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._told = False
-        self._polling = threading.Lock()
+        self._polling, self._entering = threading.Lock(), threading.Lock()
         self._handles = itertools.count(1 + (secrets.randbits(31) << 31))  # unlike those of an incarnation before
         self._closed = False
         self._active: dict[int, int] = {}
@@ -155,11 +155,12 @@ class Endpoint:
         """Begin a room by its call, unless it is in use here, or the handle ever was. A room whose call is refused was
         never in use.
         """
-        if facts.handle in self._open or facts.handle in self._past:
-            raise RoomError("that handle was given before", code="room_duplicate", where=f"handle {facts.handle}")
-        if self._active.setdefault(facts.room, facts.handle) != facts.handle:
-            raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
-        self._open.add(facts.handle)
+        with self._entering:
+            if facts.handle in self._open or facts.handle in self._past:
+                raise RoomError("that handle was given before", code="room_duplicate", where=f"handle {facts.handle}")
+            if self._active.setdefault(facts.room, facts.handle) != facts.handle:
+                raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
+            self._open.add(facts.handle)
         hold(self.agent.backend, facts.handle)
         try:
             self._loop.submit(call)
@@ -460,7 +461,8 @@ class RankEndpoint:
         """Stop the control thread and the sockets."""
         self._loop.stop()
         self._remote.link.close()
-        let_go(self.agent.backend, self)
+        if not self.agent.source.in_flight and not self.agent.destination.rooms:
+            let_go(self.agent.backend, self)
 
 
 def handle_of(request_id: str) -> int:

@@ -78,6 +78,12 @@ class Forget(Order, frozen=True, kw_only=True):
     handle: RoomId = 0
 
 
+class Live(Order, frozen=True, kw_only=True):
+    """All rooms that are not over, by generation: others that have begun are forgotten, as after a lost `Forget`."""
+
+    generations: Annotated[tuple[RoomId, ...], msgspec.Meta(max_length=2**17)]
+
+
 class Seek(Order, frozen=True, kw_only=True):
     """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`."""
 
@@ -111,7 +117,7 @@ class Stop(Order, frozen=True, kw_only=True):
     """The instance ends: close the backend and end the process or thread."""
 
 
-AnyOrder = Pair | Unpair | Begin | Halt | Forget | Seek | Check | Rejoin | Welcome | Stop
+AnyOrder = Pair | Unpair | Begin | Halt | Forget | Live | Seek | Check | Rejoin | Welcome | Stop
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,6 +130,8 @@ class Joined(Report, frozen=True, kw_only=True):
     """
 
     control_epoch: Epoch = 0
+    incarnation: RoomId = 0
+    """Of the rank's agent, random: another one over the same transport knows nothing of what the former one wrote."""
     process: ProcessIdentity | None = None
     """Of a rank in another process, so that its death can be proven on one host."""
     rebuilt: bool = False

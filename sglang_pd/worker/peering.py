@@ -43,7 +43,7 @@ from sglang_pd.worker.judge import Case, Judge, Judged
 from sglang_pd.worker.link import Called, Link, Party
 from sglang_pd.worker.names import FORGET_CALL_S, Names
 from sglang_pd.worker.refusals import Refusals
-from sglang_pd.worker.seeking import Seeking
+from sglang_pd.worker.seeking import Issued, Seeking
 from sglang_pd.worker.speakers import Speakers
 
 RETRY_REFUSED_S: Final = 2.0
@@ -86,6 +86,7 @@ class Peering:
         self._names = Names()
         self._callers: OrderedDict[Party, Conversation] = OrderedDict()
         self._by_epoch: dict[int, Conversation] = {}
+        self._issued = Issued()
         self._speakers = Speakers()
         self._judge = Judge(link.ring)
         self._now_s = 0.0
@@ -229,6 +230,7 @@ class Peering:
         stands = talk is not None and talk.stage is Stage.AGREED and talk.epoch == case.epoch
         if talk is None or not stands:
             talk = current = Conversation(party, source=True)
+            self._issued.add(talk.own_epoch)
         elif talk.manifest_digest == case.digest:  # it agreed with what this side stated before, and may not know
             current = talk
         else:
@@ -249,9 +251,12 @@ class Peering:
         self._say(talk, offer(self.own, current, self._fenced(message)))
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
-        """What decode lost and this side is through with: no conversation goes by that epoch, and no room is left."""
+        """What decode lost and this side is through with: it went by that epoch, and does no more; no room is left. Of
+        another control's epochs it knows nothing, whose ranks may still write.
+        """
         speaking = {talk.own_epoch for talk in self._callers.values()}
-        return tuple(epoch for epoch in message.lost if epoch not in speaking and self._heard.fenced(epoch))
+        over = (epoch for epoch in message.lost if epoch in self._issued and epoch not in speaking)
+        return tuple(epoch for epoch in over if self._heard.fenced(epoch))
 
     def _hello(self, talk: Conversation) -> Hello:
         talk.left = tuple(epoch for epoch in talk.left if self._seeking.open(epoch))
@@ -295,7 +300,8 @@ class Peering:
             for epoch in set(message.fenced) & set(talk.left):
                 self._heard.fenced_by_peer(epoch, judged.manifest)
             if self._seeking.against(judged.manifest):
-                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat
+                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
+                talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
                 talk.held = judged
                 return
         talk.held = None

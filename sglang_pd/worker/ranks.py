@@ -29,6 +29,7 @@ class _Rank:
     remote: bool
     process: Process | None
     """Of a rank in another process."""
+    incarnation: int
 
 
 class Ranks:
@@ -58,7 +59,7 @@ class Ranks:
             )
         before = self._ranks.get(report.rank)
         process = Process(report.process) if remote else None
-        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process)
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.incarnation)
         return before is None or before.manifest != manifest
 
     def disagree(self, error: ManifestError, now_s: float) -> None:
@@ -76,7 +77,7 @@ class Ranks:
         instance has been complete; before that nothing was written, and a silent one may be replaced.
         """
         holder = self._ranks.get(report.rank) or self._lost.get(report.rank)
-        if holder is None or holder.manifest.epoch == report.epoch:
+        if holder is None or (holder.manifest.epoch, holder.incarnation) == (report.epoch, report.incarnation):
             return ""
         refused = f"rank {report.rank} is in the control's own process"
         if holder.remote:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Final
 
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
+
+MAX_ISSUED: Final = 65_536
 
 
 class Seeking:
@@ -34,6 +38,14 @@ class Seeking:
     def against(self, manifest: InstanceManifest) -> bool:
         """Whether the proof is sought that former writes of one of these ranks land here no more."""
         return any(_epochs(manifest) & writers for writers in self._writers.values())
+
+    def of(self, manifest: InstanceManifest) -> list[int]:
+        """Lost peers of just these ranks."""
+        return [epoch for epoch, writers in self._writers.items() if writers == _epochs(manifest)]
+
+    def settling_at(self, rank: RankId) -> list[int]:
+        """Peers that gave the proof themselves, of which the rank has not answered."""
+        return [epoch for epoch, ranks in self._settling.items() if rank in ranks]
 
     def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
         """Whether just these ranks wrote as that peer, so that they may speak for all of it; and have not yet."""
@@ -81,6 +93,22 @@ class Seeking:
         if peer_epoch not in self._rooms and not self._settling.get(peer_epoch):
             self._settling.pop(peer_epoch, None)
             self._writers.pop(peer_epoch, None)
+
+
+class Issued:
+    """Epochs under which this side spoke, or offered to, as a prefill: the latest `MAX_ISSUED`."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, epoch: int) -> None:
+        """A conversation begins."""
+        self._epochs[epoch] = None
+        if len(self._epochs) > MAX_ISSUED:
+            self._epochs.popitem(last=False)
+
+    def __contains__(self, epoch: int) -> bool:
+        return epoch in self._epochs
 
 
 def _epochs(manifest: InstanceManifest) -> frozenset[int]:

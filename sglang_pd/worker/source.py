@@ -211,6 +211,11 @@ class SourceSide:
                 hint="Give every request a handle of its own.",
             )
         entry = self._rooms.setdefault(order.handle, _Room(order.handle))
+        if entry.begun is not None:
+            raise RoomError(
+                "another room goes by that handle", code="room_duplicate", where=f"room {order.room}",
+                expected="a handle of its own", actual=f"that of room {entry.begun.room}",
+            )  # fmt: skip
         entry.begun, entry.indices = order, indices
         self._post(entry)
 
@@ -229,12 +234,18 @@ class SourceSide:
         if order.handle:
             self._close(order.handle)
 
+    def keep(self, generations: frozenset[int]) -> None:
+        """Drop rooms that have begun and are not among these."""
+        for entry in list(self._rooms.values()):
+            if entry.begun is not None and entry.begun.generation not in generations:
+                self._close(entry.handle)
+
     def _close(self, handle: int) -> None:
         """The room is over here. What is still in flight is kept until it is not: it is what a fence asks about."""
         entry = self._rooms.get(handle)
         if entry is not None:
             self._drop_waiting(entry)
-            entry.faulted = entry.orphan = True
+            entry.faulted = entry.halted = entry.orphan = True  # halted: its fence is sought
             if all(flight.quiesced for flight in entry.flights):
                 del self._rooms[handle]
         self._forgotten[handle] = None
