@@ -266,8 +266,10 @@ class Listener:
             self._poller.modify(one.sock, select.POLLIN | select.POLLOUT)
             return
         except OSError:
-            self._drop(one)
-            return
+            if one.refused:
+                self._drop(one)
+                return
+            one.out, one.fds = b"", ()  # it hung up; its goodbye, if it said one, has still to be read
         one.due = None
         self._poller.modify(one.sock, select.POLLIN)
         if one.refused:

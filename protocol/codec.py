@@ -212,8 +212,8 @@ def read_header(data: bytes | memoryview) -> Header:
     """
     if len(data) < HEADER_BYTES:
         raise RemoteProtocolError("shorter than an envelope", expected=f">= {HEADER_BYTES} bytes", actual=len(data))
-    magic, major, minor, kind, flags, names_bytes, body_bytes, critical, optional, epoch, hash_ = (
-        _HEADER.unpack_from(data)
+    magic, major, minor, kind, flags, names_bytes, body_bytes, critical, optional, epoch, hash_ = _HEADER.unpack_from(
+        data
     )
     if magic != MAGIC:
         raise RemoteProtocolError("not a message of this protocol", where="magic", expected=MAGIC, actual=magic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_pd.protocol.errors import ErrorInfo
 
@@ -13,7 +13,7 @@ class Peer:
 
     liveness_s: how long it may be silent. alive_until_s: last sign of life plus liveness_s. drain_until_s: when it said
     it would be gone, None while it does not drain. lost: why it was given up, None while it lives. own_epoch: under
-    which epoch this side speaks to it. unproven: a room with it ended whose fence was not proven.
+    which epoch this side speaks to it. unproven: generations of rooms with it that ended and are not proven fenced.
     """
 
     epoch: int
@@ -23,7 +23,7 @@ class Peer:
     drain_until_s: float | None = None
     lost: ErrorInfo | None = None
     own_epoch: int = 0
-    unproven: bool = False
+    unproven: set[int] = field(default_factory=set)
 
     @property
     def deadline_s(self) -> float:

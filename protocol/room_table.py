@@ -62,9 +62,9 @@ class RoomTable(Generic[R]):
         self._graves: dict[int, Tombstones] = {}
         self._by_peer: dict[int, set[int]] = {}
         self._lost: dict[int, None] = {}
-        self._unproven: set[int] = set()
-        """Epochs of this side towards lost peers with a room whose fence was never proven. Kept for good: each stands
-        for memory at the peer that only a death gives back."""
+        self._unproven: dict[int, set[int]] = {}
+        """By this side's epoch towards a lost peer: generations of rooms whose fence is not proven. Each stands for
+        memory at the peer."""
         self._timers: list[tuple[float, int]] = []
         self._scheduled: dict[int, float] = {}
 
@@ -113,13 +113,13 @@ class RoomTable(Generic[R]):
         """Whether nothing of the rooms under which this side went by that epoch is written any more: none is left, and
         none ended without its proof. Epochs that never had a room, too.
         """
-        return own_epoch not in self._unproven and all(peer.own_epoch != own_epoch for peer in self.peers.values())
+        return not self._unproven.get(own_epoch) and all(peer.own_epoch != own_epoch for peer in self.peers.values())
 
     def _drop_if_idle(self, peer: Peer) -> None:
         if peer.lost is not None and not self._by_peer.get(peer.epoch):
             self.peers.pop(peer.epoch, None)
             if peer.unproven:
-                self._unproven.add(peer.own_epoch)
+                self._unproven[peer.own_epoch] = peer.unproven
             self._by_peer.pop(peer.epoch, None)
             grave = self._graves.pop(peer.epoch, None)
             # The epoch never returns, so its floor may go; but its rooms are still used up for everyone else.
@@ -200,7 +200,8 @@ class RoomTable(Generic[R]):
         epoch, proven = room.peer.epoch if room.peer is not None else 0, self._proven(room)
         if room.peer is not None:
             self._by_peer[epoch].discard(room.room)
-            room.peer.unproven = room.peer.unproven or not proven
+            if not proven:
+                room.peer.unproven.add(room.generation)
         self._bury(
             epoch,
             Tombstone(

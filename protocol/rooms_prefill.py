@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 from sglang_pd.protocol.errors import CODES, MAX_TEXT, ErrorInfo, LocalProtocolError, RemoteProtocolError, RoomError
 from sglang_pd.protocol.messages import (
@@ -19,6 +20,7 @@ from sglang_pd.protocol.messages import (
     RoomRefused,
     StatusQuery,
     StatusReply,
+    Writer,
 )
 from sglang_pd.protocol.peers import Peer
 from sglang_pd.protocol.room import Limits, Role, State
@@ -27,6 +29,16 @@ from sglang_pd.protocol.room_prefill import UNCLAIMED, PrefillRoom
 from sglang_pd.protocol.room_table import RoomTable, TableLimits
 from sglang_pd.protocol.tickets import Ticket, decode_ticket, encode_ticket
 from sglang_pd.protocol.tombstones import Tombstone, bounded
+
+MAX_OWED: Final = 65_536
+"""Rooms remembered that are over and not proven fenced; of one that is forgotten the proof never comes."""
+
+
+@dataclass(slots=True)
+class _Owed:
+    room: int
+    peer: Peer
+    writers: set[Writer]
 
 
 class PrefillRooms(RoomTable[PrefillRoom]):
@@ -42,6 +54,8 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         # Rooms by id whose tombstone still stands: ended ones, and ones aborted before their open came.
         self._ended: dict[int, Tombstone] = {}
         self._aborted_early: dict[int, Tombstone] = {}
+        self._owed: dict[int, _Owed] = {}
+        """By generation, rooms that are over while a writer's fence is not proven: its source was freed without."""
         self._waiting_bytes: dict[int, int] = {}
         self._waiting_total_bytes = 0
 
@@ -271,7 +285,32 @@ class PrefillRooms(RoomTable[PrefillRoom]):
 
     def _retire(self, room: PrefillRoom, now_s: float) -> None:
         self._count_waiting(room.room, 0)
+        if not room.proven and room.peer is not None:
+            writers = {writer for writer, ack in room.acks.items() if not ack.fenced}
+            self._owed[room.generation] = _Owed(room.room, room.peer, writers)
+            if len(self._owed) > MAX_OWED:
+                self._owed.pop(next(iter(self._owed)))
         super()._retire(room, now_s)
+
+    def late_fence(self, room: int, generation: int, writer: Writer) -> list[Effect]:
+        """A writer's fence is proven after its source had been freed without it, and the room was over. With the last
+        one the peer is told; where it is lost, the next handshake can say so.
+        """
+        owed = self._owed.get(generation)
+        if owed is None or owed.room != room:
+            return []
+        owed.writers.discard(writer)
+        if owed.writers:
+            return []
+        del self._owed[generation]
+        owed.peer.unproven.discard(generation)
+        for grave in (self._graves.get(owed.peer.epoch), self._graves.get(0)):
+            stone = grave.prove(room, generation) if grave is not None else None
+            if stone is not None and (known := self._ended.get(room)) and known.generation == generation:
+                self._ended[room] = stone
+        if owed.peer.lost is not None:
+            return []
+        return [Send(owed.peer.epoch, AbortAck(room=room, generation=generation, writer=None, fenced=True))]
 
     def _bury(self, epoch: int, stone: Tombstone) -> None:
         if not stone.refused:

@@ -8,7 +8,7 @@ bring a room back whose fence was already given away, however little is remember
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_pd.protocol.errors import ErrorInfo
 
@@ -73,6 +73,14 @@ class Tombstones:
         while len(self._stones) > self.limit:
             gone.append(self._forget())
         return gone
+
+    def prove(self, room: int, generation: int) -> Tombstone | None:
+        """Its fence is proven after all; gives what is remembered now, None for nothing."""
+        stone = self._stones.get((room, generation))
+        if stone is None:
+            return None
+        self._stones[room, generation] = proven = replace(stone, proven=True)
+        return proven
 
     def sweep(self, now_s: float) -> list[Tombstone]:
         """Forget what is old; gives it. All are kept equally long, so the oldest are in front."""

@@ -143,8 +143,7 @@ class InstanceControl:
             message="the destination's transport was rebuilt to prove a fence",
             where=f"rank {joined.rank}",
         )
-        self.desk.fail_received(cause, self._clock())
-        self.peering.renew(self._own())
+        self.peering.begin_anew(self._own(), cause)
 
     def _fail(self, message: str, rank: RankId | None = None) -> None:
         """The instance cannot go on: every room fails with this cause."""

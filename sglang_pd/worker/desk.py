@@ -13,7 +13,7 @@ from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, PdError, Ro
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
-from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer, Wrote
+from sglang_pd.protocol.messages import Message, RoomMessage, RoomOpen, Writer
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Limits, Role
 from sglang_pd.protocol.room_events import (
@@ -132,7 +132,7 @@ class RoomDesk:
         self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
-        self.verification = Verification(ranks, outside.order, self._found, self._verified)
+        self.verification = Verification(ranks, outside.order, lambda r: self.watch.verified(r), self._verified)
 
     # --- from the engine ---------------------------------------------------------------------------------------------
 
@@ -243,9 +243,6 @@ class RoomDesk:
                 self.watch.heard(message)
             self._carry(Role.DECODE, effects)
 
-    def _found(self, record: Wrote) -> None:
-        self.watch.verified(record)
-
     def _verified(self, room: int, generation: int, error: ErrorInfo | None) -> None:
         self._local(Role.DECODE, room, Verified() if error is None else Fail(error), generation)
 
@@ -334,6 +331,8 @@ class RoomDesk:
         found = table.rooms.get(room)
         if found is None or (generation and found.generation != generation):
             self.counts["late_events"] += 1
+            if isinstance(event, RankFenced) and event.fenced:
+                self._carry(Role.PREFILL, self.prefill.late_fence(room, generation, event.writer))
             return
         try:
             effects = table.local(room, event, self._now_s)
@@ -361,11 +360,6 @@ class RoomDesk:
         self._now_s = now_s
         self._carry(Role.PREFILL, self.prefill.lose_peer(peer_epoch, error, now_s))
         self._carry(Role.DECODE, self.decode.lose_peer(peer_epoch, error, now_s))
-
-    def fail_received(self, error: ErrorInfo, now_s: float) -> None:
-        """Fail every room that this side receives."""
-        self._now_s = now_s
-        self._carry(Role.DECODE, self.decode.fail_all(error, now_s))
 
     def fail_all(self, error: ErrorInfo, now_s: float) -> None:
         """Fail every room that has not ended."""

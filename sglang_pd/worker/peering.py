@@ -27,7 +27,6 @@ from sglang_pd.worker.conversation import (
     MAX_CALLERS,
     MAX_STRANGER_BYTES,
     MAX_STRANGERS,
-    NOW_S,
     STRANGER_S,
     Conversation,
     Self,
@@ -333,13 +332,13 @@ class Peering:
             if talk.stage is not Stage.AGREED:
                 talk.restart()
 
-    def renew(self, own: Self) -> None:
-        """This side states something new of itself under the same epoch. Those it calls are told; rooms stay."""
-        self.restate(own)
+    def begin_anew(self, own: Self, error: ErrorInfo) -> None:
+        """This side states something new of itself, and what it received as before is void: all that it calls are lost,
+        so that what they may still write is proven to have ended, and are called again.
+        """
         for talk in self._names.all():
-            if talk.stage is Stage.AGREED:
-                talk.renew()
-                talk.next_send_s = NOW_S
+            self.give_up(talk.epoch, error)
+        self.restate(own)
 
     def _settled(self, talk: Conversation, current: Conversation) -> None:
         if current.stage is Stage.AGREED and current.manifest is not None:

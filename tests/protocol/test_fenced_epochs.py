@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_pd.protocol.messages import Writer
-from sglang_pd.protocol.room_events import Bound, RankFenced, Request
+from sglang_pd.protocol.messages import Abort, AbortAck, Writer
+from sglang_pd.protocol.room_events import Bound, RankFenced, Request, Send
 from sglang_pd.protocol.rooms_prefill import PrefillRooms
 
 from .pair import DIGEST, EXPECTED, LIMITS, LIVENESS_S, TOKENS, W0, W1, open_message
@@ -56,4 +56,34 @@ def test_never_where_a_room_ended_without_its_proof() -> None:
 def test_one_without_rooms_is_fenced_once_it_is_lost() -> None:
     found = table(room=False)
     found.lose_peer(22, GONE, NOW_S)
+    assert found.fenced(OWN)
+
+
+def freed_unproven() -> PrefillRooms:
+    """A room that is over at prefill while one of its writers may still land: its transport only let the source go."""
+    found = table()
+    found.receive(22, Abort(room=1, generation=5, error=GONE), NOW_S)
+    fence(found, W0)
+    fence(found, W1, fenced=False, source_free=True)
+    assert not found.rooms
+    return found
+
+
+def test_a_proof_that_comes_late_reaches_decode() -> None:
+    """It was dropped with the room, and decode's memory withheld for as long as both lived."""
+    found = freed_unproven()
+    assert found.late_fence(1, 4, W1) == found.late_fence(2, 5, W1) == [], "of another room"
+    assert found.late_fence(1, 5, W1) == [Send(22, AbortAck(room=1, generation=5, writer=None, fenced=True))]
+    (again,) = found.receive(22, Abort(room=1, generation=5, error=GONE), NOW_S)
+    assert isinstance(again, Send) and again.message == AbortAck(room=1, generation=5, writer=None, fenced=True)
+    found.check_integrity()
+    found.lose_peer(22, GONE, NOW_S)
+    assert found.fenced(OWN)
+
+
+def test_a_proof_that_comes_after_the_peer_was_lost_is_for_the_next_handshake() -> None:
+    found = freed_unproven()
+    found.lose_peer(22, GONE, NOW_S)
+    assert not found.fenced(OWN)
+    assert found.late_fence(1, 5, W1) == []
     assert found.fenced(OWN)
