@@ -2,9 +2,9 @@
 
 Host segments are sealed memfds whose descriptors travel over a Unix socket; the writer maps them and copies with
 threads of its own. Device segments are exported by CUDA IPC; a kernel of the writer stores into the peer's memory, or
-the driver copies a few ranges there. That a writer is dead is what the operating system says of it, through a pidfd. For a GPU as
-well, and where a fork of the writer lives on: on H200s a death was reported once the 12 kernels that were queued had
-run and the store behind them was there, 6 s after the kill.
+the driver copies a few ranges there. That a writer is dead is what the operating system says of it, through a pidfd.
+For a GPU as well, and where a fork of the writer lives on: on H200s a death was reported once the 12 kernels that were
+queued had run and the store behind them was there, 6 s after the kill.
 """
 
 from __future__ import annotations
