@@ -85,6 +85,8 @@ def own_ids(token_ids: Any, where: str) -> NDArray[np.int64]:
             "token ids are a flat array of integers", code="request_rejected", where=where, expected="int64 [tokens]",
             actual=f"{ids.dtype} {list(ids.shape)}",
         )  # fmt: skip
+    if ids.strides == (0,) and ids.size:  # a count of one id, made to be refused: as large as it says only if copied
+        return np.broadcast_to(np.int64(ids[0]), ids.shape)
     own = np.array(ids, dtype=np.int64)
     own.setflags(write=False)
     return own

@@ -278,20 +278,20 @@ class InstanceControl:
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
     def send(self, peer_epoch: int, message: Message) -> None:
-        """See `desk.Outside`."""
+        """See `outside.Outside`."""
         if self.peering is not None:
             self.peering.send(peer_epoch, message)
 
     def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
-        """See `desk.Outside`."""
+        """See `outside.Outside`."""
         self.ranks.order(order, rank)
 
     def emit(self, event: RoomEvent) -> None:
-        """See `desk.Outside`."""
+        """See `outside.Outside`."""
         self._emit(event)
 
     def pairing(self, peer_epoch: int) -> Pairing | None:
-        """See `desk.Outside`."""
+        """See `outside.Outside`."""
         talk = self.peering.talk_with(peer_epoch) if self.peering else None
         return talk.pairing if talk else None
 

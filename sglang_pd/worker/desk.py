@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
 import msgspec
 
@@ -47,7 +47,6 @@ from sglang_pd.worker.claims import Claims
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.meetings import info_of
 from sglang_pd.worker.orders import (
-    AnyOrder,
     AnyReport,
     Begin,
     Checked,
@@ -62,25 +61,13 @@ from sglang_pd.worker.orders import (
     Unpair,
     WroteRange,
 )
+from sglang_pd.worker.outside import Outside
 from sglang_pd.worker.seeking import Seeking
 from sglang_pd.worker.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
 
-
-class Outside(Protocol):
-    """What the desk reaches: peers, own ranks, the engine."""
-
-    def send(self, peer_epoch: int, message: Message) -> None:
-        """A message to the peer of that epoch; may be lost."""
-
-    def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
-        """An order to one own rank, or to all."""
-
-    def emit(self, event: RoomEvent) -> None:
-        """An event for the engine."""
-
-    def pairing(self, peer_epoch: int) -> Pairing | None:
-        """The pairing agreed with that peer, or None when it is not (any more)."""
+MAX_EARLY_FAULTS: Final = 4_096
+"""Faults kept of rooms whose request has not come yet; one that is not kept ends by its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +116,7 @@ class RoomDesk:
         self._claims = Claims()
         self._handles: dict[int, int] = {}
         """Rooms of prefill by their handles."""
+        self._early_faults: dict[int, ErrorInfo] = {}
         self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
@@ -147,10 +135,13 @@ class RoomDesk:
             return
         self._known[Role.PREFILL, facts.room] = _Known(facts)
         self._handles[facts.handle] = facts.room
+        early = self._early_faults.pop(facts.handle, None)
         self.watch.requested(
             facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens
         )  # fmt: skip
         self._carry(Role.PREFILL, effects)
+        if early is not None:
+            self._local(Role.PREFILL, facts.room, Fail(early))
 
     def computed(self, handle: int, now_s: float) -> None:
         """Prefill: the whole prompt of the room that goes by that handle is computed."""
@@ -291,6 +282,8 @@ class RoomDesk:
                 self._local(role, report.room, Fail(report.error), report.generation)
         elif (room := self._handles.get(report.handle)) is not None:
             self._local(Role.PREFILL, room, Fail(report.error))
+        elif len(self._early_faults) < MAX_EARLY_FAULTS:  # its rank was faster than the request
+            self._early_faults[report.handle] = report.error
 
     def rank_gone(self, rank: RankId, error: ErrorInfo, now_s: float) -> None:
         """An own rank is silent for too long: every room fails, its fence stays unproven. It may live, and go on

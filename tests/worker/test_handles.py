@@ -88,6 +88,18 @@ def test_a_room_that_failed_before_it_began_ends(pair: LocalPair, monkeypatch: p
     wait_until(lambda: pair.prefill.of(7) == ["failed:queue_full", "releasable"])
 
 
+def test_a_rank_that_is_faster_than_the_request_fails_it_all_the_same(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "MAX_WAITING_CHUNKS", 3)
+    for start in range(4):
+        pair.prefill.at.agent.send(77, Chunk(start, start + 1, False))
+    wait_until(lambda: not pair.prefill.at.agent._calls)
+    time.sleep(0.2)
+    pair.prefill.at.request(7, IDS, pair.prefill.lists(), handle=77)
+    wait_until(lambda: pair.prefill.of(7) == ["failed:queue_full", "releasable"])
+
+
 class Flying:
     """A transfer that is on its way until it is told to land."""
 
