@@ -292,6 +292,14 @@ class PrefillRooms(RoomTable[PrefillRoom]):
                 self._owed.pop(next(iter(self._owed)))
         super()._retire(room, now_s)
 
+    def owes(self, generation: int) -> bool:
+        """Whether a proof of that room, which is over, is still missing."""
+        return generation in self._owed
+
+    def owed_by(self, writer: Writer) -> list[tuple[int, int]]:
+        """Generation and id of rooms that are over and lack that writer's proof."""
+        return [(generation, owed.room) for generation, owed in self._owed.items() if writer in owed.writers]
+
     def late_fence(self, room: int, generation: int, writer: Writer) -> list[Effect]:
         """A writer's fence is proven after its source had been freed without it, and the room was over. With the last
         one the peer is told; where it is lost, the next handshake can say so.

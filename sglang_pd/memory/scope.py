@@ -27,6 +27,16 @@ def hold(backend: Backend, holder: object) -> None:
     _holders.setdefault(backend, set()).add(holder)
 
 
+def require_unheld(backend: Backend, what: str) -> None:
+    """Raise `BackendError` where somebody holds that memory: a newcomer would know nothing of what may still move."""
+    if count := len(_holders.get(backend, ())):
+        raise BackendError(
+            "rooms of a former endpoint over this backend may still be read or written",
+            code="memory_refused", where=what, expected="no holder", actual=f"{count} holders",
+            hint="Wait for `drained` before `close`; after it, make another backend.",
+        )  # fmt: skip
+
+
 def let_go(backend: Backend, holder: object) -> None:
     """That holder is through. Nothing happens for one that held nothing."""
     _holders.get(backend, set()).discard(holder)

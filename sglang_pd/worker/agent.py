@@ -97,6 +97,7 @@ class RankAgent:
         """The control that this rank serves, where that is another process; 0: none yet."""
         self._leaving_control = False
         self._incarnation = secrets.randbits(62) + 1
+        self._rebuilt = 0
         self._described = backend.describe()
 
     def manifest(self) -> RankManifest:
@@ -127,11 +128,11 @@ class RankAgent:
             ),
         )
 
-    def join(self, *, rebuilt: bool = False) -> None:
+    def join(self) -> None:
         """Report this rank to its control: at start, whenever the control is new, and when its transport changed."""
-        self._report(self.joined(rebuilt=rebuilt))
+        self._report(self.joined())
 
-    def joined(self, *, rebuilt: bool = False) -> Joined:
+    def joined(self) -> Joined:
         """What is reported then."""
         stated = self.manifest()
         self._described = stated.transport.connect
@@ -142,7 +143,7 @@ class RankAgent:
             control_epoch=self.control_epoch,
             incarnation=self._incarnation,
             process=own_identity(),
-            rebuilt=rebuilt,
+            rebuilt=self._rebuilt,
         )
 
     def rejoin(self, control_epoch: int) -> None:
@@ -218,8 +219,9 @@ class RankAgent:
             self.source.forget(order)
             self.destination.forget(order)
         elif isinstance(order, Live):
-            self.source.keep(frozenset(order.generations))
-            self.destination.keep(frozenset(order.generations))
+            self._pairings = {epoch: kept for epoch, kept in self._pairings.items() if epoch in order.peers}
+            self.source.keep(frozenset(order.generations), frozenset(order.peers))
+            self.destination.keep(frozenset(order.generations), frozenset(order.peers))
         elif isinstance(order, Seek):
             self.destination.seek(order.peer_epoch)
         elif isinstance(order, Check):
@@ -279,7 +281,8 @@ class RankAgent:
             self._leaving_control, self.control_epoch = False, 0
             self.join()
         elif was_seeking and self._describes_anew():
-            self.join(rebuilt=self.backend.capabilities.revoke_scope == "backend")
+            self._rebuilt += self.backend.capabilities.revoke_scope == "backend"
+            self.join()
         return flying
 
     def _describes_anew(self) -> bool:

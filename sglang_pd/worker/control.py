@@ -94,13 +94,13 @@ class InstanceControl:
         """False for a process that claims the place of a rank that another one has."""
         if self.ranks.refuses(joined, serving=self.desk is not None, now_s=self._clock()):
             return False  # the former one serves on; once it is silent it is lost, and the instance with it
-        known = self.ranks.epoch_of(joined.rank)
+        known, rebuilt = self.ranks.epoch_of(joined.rank), joined.rebuilt > self.ranks.rebuilt(joined.rank)
         changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
         if self.desk is None or self.peering is None:
             if not self.ranks.missing:
                 self._all_joined()
         elif changed and known == joined.epoch:
-            self._renew(joined)
+            self._renew(joined, rebuilt=rebuilt)
         return True
 
     def _own(self) -> Self:
@@ -129,13 +129,13 @@ class InstanceControl:
         for address, key in calls:
             self.call(address, key)
 
-    def _renew(self, joined: Joined) -> None:
+    def _renew(self, joined: Joined, *, rebuilt: bool) -> None:
         """A rank describes itself anew after a fence, for peers to come. Where it had to rebuild its transport for it,
         what was on its way to it is void, and peers must meet it anew.
         """
         if self.desk is None or self.peering is None:
             return
-        if not joined.rebuilt:
+        if not rebuilt:
             self.peering.restate(self._own())
             return
         cause = ErrorInfo(

@@ -117,6 +117,8 @@ class RoomDesk:
         self._handles: dict[int, int] = {}
         """Rooms of prefill by their handles."""
         self._early_faults: dict[int, ErrorInfo] = {}
+        self._owed_handles: dict[int, int] = {}
+        """By generation, of rooms that are over and owe a proof."""
         self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
@@ -315,7 +317,13 @@ class RoomDesk:
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
-        self._outside.order(Live(generations=tuple(live)), rank)
+        peers = {*self.prefill.peers, *self.decode.peers}
+        self._outside.order(Live(generations=tuple(live), peers=tuple(peers)), rank)
+        owed = self.prefill.owed_by(writer)
+        self._owed_handles = {g: handle for g, handle in self._owed_handles.items() if self.prefill.owes(g)}
+        for generation, room_id in owed:
+            handle = self._owed_handles.get(generation, 0)
+            self._outside.order(Halt(room=room_id, generation=generation, handle=handle), rank)
 
     # --- both --------------------------------------------------------------------------------------------------------
 
@@ -468,6 +476,8 @@ class RoomDesk:
         self._drop_if_over(role, effect.room)
         self._outside.emit(RoomEvent(EventKind.RELEASABLE, effect.room, effect.generation, handle=handle))
         source = handle if role is Role.PREFILL else 0
+        if source and self.prefill.owes(effect.generation):
+            self._owed_handles[effect.generation] = source
         self._outside.order(Forget(room=effect.room, generation=effect.generation, handle=source))
         if role is Role.DECODE:
             self._claims.give_back(handle)

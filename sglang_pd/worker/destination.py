@@ -89,8 +89,9 @@ class DestinationSide:
         """Drop a room's lists."""
         self._rooms.pop((order.room, order.generation), None)
 
-    def keep(self, generations: frozenset[int]) -> None:
-        """Drop lists of rooms that are not among these."""
+    def keep(self, generations: frozenset[int], peers: frozenset[int]) -> None:
+        """Drop lists of rooms, and instances against which no proof is sought, that are not among these."""
+        self._writers = {e: writers for e, writers in self._writers.items() if writers.seeking or e in peers}
         self._rooms = {key: kept for key, kept in self._rooms.items() if key[1] in generations}
 
     @property

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.backends.home import Home
-from sglang_pd.memory.scope import hold, let_go
+from sglang_pd.memory.scope import hold, let_go, require_unheld
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
@@ -124,6 +124,7 @@ class Endpoint:
             raise
 
     def _start(self, config: ControlConfig, setup: RankSetup) -> None:
+        require_unheld(setup.backend, config.instance_id)
         self.control = InstanceControl(config, self.link, self._emit)
         self.agent = RankAgent(
             setup.facts(),
@@ -431,6 +432,7 @@ class RankEndpoint:
             raise
 
     def _start(self, setup: RankSetup) -> None:
+        require_unheld(setup.backend, str(setup.rank))
         self.agent = RankAgent(
             setup.facts(),
             setup.backend,

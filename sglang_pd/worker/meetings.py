@@ -153,10 +153,14 @@ class Meetings:
         if approaching:
             self._met(peer_epoch)
 
+    def keep(self, peers: frozenset[int]) -> None:
+        """Forget every instance but these."""
+        for peer_epoch in {*self._approaches, *self._meetings} - peers:
+            self.unpair(peer_epoch)
+
     def unpair_all(self) -> None:
         """Forget every instance."""
-        for peer_epoch in {*self._approaches, *self._meetings}:
-            self.unpair(peer_epoch)
+        self.keep(frozenset())
 
     def step(self, in_flight_to: Callable[[], set[int]]) -> bool:
         """Ask after connections; leave peers that nothing is in flight to (`id` of each that something is).

@@ -79,9 +79,12 @@ class Forget(Order, frozen=True, kw_only=True):
 
 
 class Live(Order, frozen=True, kw_only=True):
-    """All rooms that are not over, by generation: others that have begun are forgotten, as after a lost `Forget`."""
+    """All rooms that are not over, by generation, and all peers: others are forgotten, as after a lost `Forget` or
+    `Unpair`.
+    """
 
     generations: Annotated[tuple[RoomId, ...], msgspec.Meta(max_length=2**17)]
+    peers: Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=2**17)]
 
 
 class Seek(Order, frozen=True, kw_only=True):
@@ -134,8 +137,8 @@ class Joined(Report, frozen=True, kw_only=True):
     """Of the rank's agent, random: another one over the same transport knows nothing of what the former one wrote."""
     process: ProcessIdentity | None = None
     """Of a rank in another process, so that its death can be proven on one host."""
-    rebuilt: bool = False
-    """The transport was built anew: whatever peers had connected to is gone."""
+    rebuilt: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How often the transport was built anew; when it rises, whatever peers had connected to is gone."""
 
     rank: RankId
     epoch: Epoch

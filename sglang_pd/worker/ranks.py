@@ -30,6 +30,7 @@ class _Rank:
     process: Process | None
     """Of a rank in another process."""
     incarnation: int
+    rebuilt: int
 
 
 class Ranks:
@@ -59,7 +60,7 @@ class Ranks:
             )
         before = self._ranks.get(report.rank)
         process = Process(report.process) if remote else None
-        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.incarnation)
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.incarnation, report.rebuilt)
         return before is None or before.manifest != manifest
 
     def disagree(self, error: ManifestError, now_s: float) -> None:
@@ -93,6 +94,11 @@ class Ranks:
         """The epoch a rank joined with; None before."""
         entry = self._ranks.get(rank)
         return entry.manifest.epoch if entry else None
+
+    def rebuilt(self, rank: RankId) -> int:
+        """How often a rank has said that its transport was built anew."""
+        entry = self._ranks.get(rank) or self._lost.get(rank)
+        return entry.rebuilt if entry else 0
 
     def is_remote(self, rank: RankId) -> bool:
         """Whether a rank that joined, lost or not, is in another process."""

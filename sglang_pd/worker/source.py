@@ -234,8 +234,9 @@ class SourceSide:
         if order.handle:
             self._close(order.handle)
 
-    def keep(self, generations: frozenset[int]) -> None:
-        """Drop rooms that have begun and are not among these."""
+    def keep(self, generations: frozenset[int], peers: frozenset[int]) -> None:
+        """Drop rooms that have begun, and instances, that are not among these."""
+        self.meetings.keep(peers)
         for entry in list(self._rooms.values()):
             if entry.begun is not None and entry.begun.generation not in generations:
                 self._close(entry.handle)
@@ -247,7 +248,7 @@ class SourceSide:
             self._drop_waiting(entry)
             entry.faulted = entry.halted = entry.orphan = True  # halted: its fence is sought
             if all(flight.quiesced for flight in entry.flights):
-                del self._rooms[handle]
+                self._drop(entry)
         self._forgotten[handle] = None
         self._forgotten.move_to_end(handle)
         if len(self._forgotten) > MAX_FORGOTTEN:
@@ -343,7 +344,13 @@ class SourceSide:
         self._report_progress(entry)
         self._check_fence(entry)
         if entry.orphan and all(flight.quiesced for flight in entry.flights):
-            del self._rooms[entry.handle]
+            self._drop(entry)
+
+    def _drop(self, entry: _Room) -> None:
+        """Nothing of it is in flight. A fence that was owed is told first: nobody can ask for it afterwards."""
+        if entry.said is False:
+            self._check_fence(entry)
+        del self._rooms[entry.handle]
 
     def _report_progress(self, entry: _Room) -> None:
         """Report chunks that are DONE, oldest first, then the handoff once nothing of this rank is left."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.local_pair import IDS, LocalPair
+from support.local_pair import CONFIG, IDS, LocalPair
 
+from sglang_pd import DecodeEndpoint
 from sglang_pd.memory.index_pool import LeaseError
+from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.spaces import Page, VirtualTok
 from sglang_pd.worker.claims import Claims
 
@@ -55,6 +57,14 @@ def test_memory_is_not_given_back_under_a_room(pair: LocalPair) -> None:
     for side in (pair.prefill, pair.decode):
         side.at.close()
         side.scope.suspend()
+
+
+def test_another_endpoint_waits_until_nothing_moves_any_more(pair: LocalPair) -> None:
+    """It would know nothing of the writer that has the room's pages, and give them to the next one."""
+    pair.start(1)
+    pair.decode.at.close()
+    with pytest.raises(BackendError, match="former endpoint"):
+        DecodeEndpoint(CONFIG, pair.decode.setup)
 
 
 def test_claims_against_a_model() -> None:
