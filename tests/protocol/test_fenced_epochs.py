@@ -72,6 +72,7 @@ def freed_unproven() -> PrefillRooms:
 def test_a_proof_that_comes_late_reaches_decode() -> None:
     """It was dropped with the room, and decode's memory withheld for as long as both lived."""
     found = freed_unproven()
+    assert found.owes(5) and found.owed_by(W1) == [(5, 1)] and found.owed_by(W0) == []
     assert found.late_fence(1, 4, W1) == found.late_fence(2, 5, W1) == [], "of another room"
     assert found.late_fence(1, 5, W1) == [Send(22, AbortAck(room=1, generation=5, writer=None, fenced=True))]
     (again,) = found.receive(22, Abort(room=1, generation=5, error=GONE), NOW_S)

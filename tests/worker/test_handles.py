@@ -160,3 +160,20 @@ def test_a_room_that_is_over_is_kept_while_something_flies(gone: str) -> None:
     assert rig.fences() == [True] and rig.side.rooms == 0 and not rig.side.step()
     rig.side.chunk(700, Ready(Chunk(1, 2, True)))
     assert rig.side.rooms == 0, "what comes late waits for nothing"
+
+
+@pytest.mark.parametrize("ends", ["before it is forgotten", "after"])
+def test_a_proof_that_comes_with_the_end_of_a_room_is_told(ends: str) -> None:
+    """Its source was free without one, so the room is over; decode still waits for it."""
+    rig = Rig()
+    rig.flying.state, rig.flying.source_free = TransferState.UNKNOWN, True
+    rig.flying.error = RoomError("no word of it", code="transfer_unknown")  # type: ignore[assignment]
+    rig.side.halt(rig.halt)
+    assert rig.fences() == [False]
+    if ends == "after":
+        rig.side.forget(Forget(room=7, generation=70, handle=700))
+    rig.flying.state = TransferState.DONE
+    if ends != "after":
+        rig.side.forget(Forget(room=7, generation=70, handle=700))
+    rig.side.step()
+    assert rig.fences() == [False, True] and rig.side.rooms == 0
