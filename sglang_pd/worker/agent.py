@@ -148,7 +148,7 @@ class RankAgent:
 
     def rejoin(self, control_epoch: int) -> None:
         """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
-        idle = not self.source.rooms and not self.destination.rooms
+        idle = not self.source.rooms and self.destination.idle
         if control_epoch == self.control_epoch or (not self.control_epoch and idle):
             self.join()
         elif not self._leaving_control:

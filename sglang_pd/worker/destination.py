@@ -95,9 +95,11 @@ class DestinationSide:
         self._rooms = {key: kept for key, kept in self._rooms.items() if key[1] in generations}
 
     @property
-    def rooms(self) -> int:
-        """Rooms whose lists are kept."""
-        return len(self._rooms)
+    def idle(self) -> bool:
+        """Whether nobody may write here: no instance is paired with, and none has its proof outstanding. Rooms do not
+        tell: only those that are verified are known here.
+        """
+        return not self._writers
 
     def seek(self, peer_epoch: int) -> None:
         """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank was

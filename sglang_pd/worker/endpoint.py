@@ -460,10 +460,12 @@ class RankEndpoint:
         self.agent.handoff(handle, covered_tokens, record)
 
     def close(self) -> None:
-        """Stop the control thread and the sockets."""
-        self._loop.stop()
+        """Stop the control thread and the sockets. Memory that a peer may still write to stays held."""
+        if not self._loop.stop():
+            log.error("the control thread does not end; its sockets stay open rather than being closed under it")
+            return
         self._remote.link.close()
-        if not self.agent.source.in_flight and not self.agent.destination.rooms:
+        if not self.agent.source.in_flight and self.agent.destination.idle:
             let_go(self.agent.backend, self)
 
 

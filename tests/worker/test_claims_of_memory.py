@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.local_pair import CONFIG, IDS, LocalPair
 
-from sglang_pd import DecodeEndpoint
+from sglang_pd import DecodeEndpoint, RankEndpoint
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.spaces import Page, VirtualTok
 from sglang_pd.worker.claims import Claims
+from sglang_pd.worker.destination import _Writers
 
 
 @pytest.fixture
@@ -65,6 +67,21 @@ def test_another_endpoint_waits_until_nothing_moves_any_more(pair: LocalPair) ->
     pair.decode.at.close()
     with pytest.raises(BackendError, match="former endpoint"):
         DecodeEndpoint(CONFIG, pair.decode.setup)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_ranks_memory_is_held_while_an_instance_may_write_there(pair: LocalPair, paired: bool) -> None:
+    """Which rooms are open only its control knows: with none of its own it let go, and the next was overwritten."""
+    setup = pair.decode.setup
+    first = RankEndpoint(setup, "tcp://127.0.0.1:9")
+    if paired:
+        first.agent.destination._writers[1] = _Writers(SimpleNamespace(), open_epochs={11})  # type: ignore[arg-type]
+    first.close()
+    if paired:
+        with pytest.raises(BackendError, match="former endpoint"):
+            RankEndpoint(setup, "tcp://127.0.0.1:9")
+    else:
+        RankEndpoint(setup, "tcp://127.0.0.1:9").close()
 
 
 def test_claims_against_a_model() -> None:
