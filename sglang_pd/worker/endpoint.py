@@ -141,6 +141,8 @@ class Endpoint:
         self._loop.start()
 
     def _emit(self, event: RoomEvent) -> None:
+        if event.kind is EventKind.RELEASABLE:
+            let_go(self.agent.backend, event.handle)
         if event.kind is EventKind.RELEASABLE or event.kind in TERMINAL_EVENTS:
             half = event.handle in self._halves
             (self._halves.discard if half else self._halves.add)(event.handle)
@@ -176,7 +178,6 @@ class Endpoint:
         self._past[handle] = None
         del self._active[room]
         self._open.discard(handle)
-        let_go(self.agent.backend, handle)
         if len(self._past) > MAX_PAST:
             del self._past[next(iter(self._past))]
 
