@@ -8,38 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
-from weakref import WeakKeyDictionary
 
 from sglang_pd.backends.base import Backend, Segment
 from sglang_pd.backends.home import Home
+from sglang_pd.memory import holding
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import RankLayout
 from sglang_pd.protocol.errors import BackendError
-
-_holders: WeakKeyDictionary[Backend, set[object]] = WeakKeyDictionary()
-
-
-def hold(backend: Backend, holder: object) -> None:
-    """Memory over that backend may be read or written by a peer until `let_go`: a room is open, or not fenced yet.
-
-    holder: any hashable value that names it, and that nobody else uses. By any thread.
-    """
-    _holders.setdefault(backend, set()).add(holder)
-
-
-def require_unheld(backend: Backend, what: str) -> None:
-    """Raise `BackendError` where somebody holds that memory: a newcomer would know nothing of what may still move."""
-    if count := len(_holders.get(backend, ())):
-        raise BackendError(
-            "rooms of a former endpoint over this backend may still be read or written",
-            code="memory_refused", where=what, expected="no holder", actual=f"{count} holders",
-            hint="Wait for `drained` before `close`; after it, make another backend.",
-        )  # fmt: skip
-
-
-def let_go(backend: Backend, holder: object) -> None:
-    """That holder is through. Nothing happens for one that held nothing."""
-    _holders.get(backend, set()).discard(holder)
 
 
 class ScopeState(Enum):
@@ -121,6 +96,7 @@ class Scope:
                 raise BackendError(
                     "the memory overlaps what the scope has", code="memory_refused", where=name, actual=other_name
                 )
+        holding.adopt(self.backend, segment, name or "adopt")
         adopted = self.backend.adopt(segment)
         self._segments.append(adopted)
         self._names.append(name)
@@ -162,18 +138,13 @@ class Scope:
                     actual=f"{have.nbytes} bytes on {have.device}" if have else f"{len(self._segments)} segments",
                 )  # fmt: skip
 
-    @property
-    def holds(self) -> int:
-        """Rooms over this memory that are open or not fenced, and ranks that serve a control elsewhere."""
-        return len(_holders.get(self.backend, ()))
-
     def suspend(self) -> None:
         """Give all memory back. Views on it are void. Raises `LeaseError` while anything holds the scope."""
         self._home.check()
-        if self.holds:
+        if holding.held(self.backend):
             raise LeaseError(
-                "the scope cannot be suspended", where="scope", expected="no room and nothing in quarantine",
-                actual=f"{self.holds} holds", hint="Drain first: a peer may still write here.",
+                "the scope cannot be suspended", where="scope", expected="no endpoint, no room, nothing in quarantine",
+                actual="an endpoint serves its memory", hint="Drain and close it first: a peer may still write here.",
             )  # fmt: skip
         self.backend.close()
         self._backend = None

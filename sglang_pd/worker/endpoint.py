@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.backends.home import Home
-from sglang_pd.memory.scope import hold, let_go, require_unheld
+from sglang_pd.memory.holding import hold, let_go
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
@@ -113,18 +113,22 @@ class Endpoint:
         """Handles that are over, the latest `MAX_PAST`: what an engine still sends for them is ignored."""
         self._halves: set[int] = set()
         """Handles that gave one of their two last events, the terminal one and RELEASABLE."""
+        self._holder = object()
+        self._unreleased: set[int] = set()
+        """Handles whose RELEASABLE has not come: their memory is not the engine's."""
         self.link = Link(network.curve)
         try:
             self.address = self.link.listen(PEERS, network.bind) if network.bind else ""
             self.ranks_address = self.link.listen(RANKS, network.ranks_bind) if network.ranks_bind else ""
             self._start(config, setup)
-        except BaseException:  # the port must be free for the next attempt
+        except BaseException:  # the port and the backend must be free for the next attempt
+            let_go(setup.backend, self._holder)
             self.link.close()
             os.close(self._event_fd)
             raise
 
     def _start(self, config: ControlConfig, setup: RankSetup) -> None:
-        require_unheld(setup.backend, config.instance_id)
+        hold(setup.backend, self._holder, config.instance_id)
         self.control = InstanceControl(config, self.link, self._emit)
         self.agent = RankAgent(
             setup.facts(),
@@ -142,7 +146,7 @@ class Endpoint:
 
     def _emit(self, event: RoomEvent) -> None:
         if event.kind is EventKind.RELEASABLE:
-            let_go(self.agent.backend, event.handle)
+            self._unreleased.discard(event.handle)
         if event.kind is EventKind.RELEASABLE or event.kind in TERMINAL_EVENTS:
             half = event.handle in self._halves
             (self._halves.discard if half else self._halves.add)(event.handle)
@@ -164,13 +168,13 @@ class Endpoint:
             if self._active.setdefault(facts.room, facts.handle) != facts.handle:
                 raise RoomError("that room is already open here", code="room_duplicate", where=f"room {facts.room}")
             self._open.add(facts.handle)
-        hold(self.agent.backend, facts.handle)
+        self._unreleased.add(facts.handle)
         try:
             self._loop.submit(call)
         except RoomError:
             del self._active[facts.room]
             self._open.discard(facts.handle)
-            let_go(self.agent.backend, facts.handle)
+            self._unreleased.discard(facts.handle)
             raise
         return facts.handle
 
@@ -251,7 +255,8 @@ class Endpoint:
         return stats
 
     def close(self) -> None:
-        """Stop the control thread and the sockets. The backend stays the caller's to close. Idempotent.
+        """Stop the control thread and the sockets. The backend stays the caller's to close; no other endpoint may have
+        it where a room's RELEASABLE has not come. Idempotent.
 
         In a fork, whose parent has both, it gives back this process's descriptor.
         """
@@ -267,6 +272,8 @@ class Endpoint:
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self.link.close()
+        if not self._unreleased and not self.agent.source.in_flight:
+            let_go(self.agent.backend, self._holder)
         with self._polling:  # whoever reads it meanwhile must not read a descriptor that got its number
             fd, self._event_fd = self._event_fd, -1
             os.close(fd)
@@ -425,15 +432,17 @@ class RankEndpoint:
         self, setup: RankSetup, control_address: str, *, curve: CurveKeys | None = None, heartbeat_s: float = 0.5
     ) -> None:
         self._home = Home("the endpoint", "worker")
+        self._holder = object()
         self._remote = RemoteRank(control_address, curve=curve, heartbeat_s=heartbeat_s)
         try:
             self._start(setup)
         except BaseException:
+            let_go(setup.backend, self._holder)
             self._remote.link.close()
             raise
 
     def _start(self, setup: RankSetup) -> None:
-        require_unheld(setup.backend, str(setup.rank))
+        hold(setup.backend, self._holder, str(setup.rank))
         self.agent = RankAgent(
             setup.facts(),
             setup.backend,
@@ -445,7 +454,6 @@ class RankEndpoint:
         self._remote.agent = self.agent
         self._loop = WorkerLoop(self._remote.link, self._remote, self.agent, name=f"pd-rank-{setup.rank}")
         self._loop.submit(self.agent.join)
-        hold(setup.backend, self)  # which rooms are open only its control knows
         self._loop.start()
 
     def send(
@@ -461,13 +469,15 @@ class RankEndpoint:
         self.agent.handoff(handle, covered_tokens, record)
 
     def close(self) -> None:
-        """Stop the control thread and the sockets. Memory that a peer may still write to stays held."""
+        """Stop the control thread and the sockets. No other endpoint may have the backend while a peer may write there;
+        which rooms are open only its control knows.
+        """
         if not self._loop.stop():
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self._remote.link.close()
-        if not self.agent.source.in_flight and self.agent.destination.idle:
-            let_go(self.agent.backend, self)
+        if self._home.here and not self.agent.source.in_flight and self.agent.destination.idle:
+            let_go(self.agent.backend, self._holder)
 
 
 def handle_of(request_id: str) -> int:

@@ -100,10 +100,6 @@ class Ranks:
         entry = self._ranks.get(rank) or self._lost.get(rank)
         return entry.rebuilt if entry else 0
 
-    def is_remote(self, rank: RankId) -> bool:
-        """Whether a rank that joined, lost or not, is in another process."""
-        return (self._ranks.get(rank) or self._lost[rank]).remote
-
     def was_lost(self, rank: RankId) -> bool:
         """Whether a rank was given up as silent; it is back, once asked."""
         return self._lost.pop(rank, None) is not None

@@ -9,9 +9,10 @@ from support.stub_backend import StubBackend
 
 from sglang_pd.backends.base import Segment
 from sglang_pd.backends.registry import create_backend
+from sglang_pd.memory.holding import hold, let_go
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import layout_rank
-from sglang_pd.memory.scope import Scope, hold, let_go
+from sglang_pd.memory.scope import Scope
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId, Topology
 
@@ -86,19 +87,34 @@ def test_nothing_is_added_once_registered() -> None:
             late()
 
 
+def test_memory_behind_a_backend_that_is_held_is_not_adopted_by_another() -> None:
+    memory, holder = host(256), object()
+    first = StubBackend(epoch=1)
+    Scope(first).adopt(memory)
+    Scope(StubBackend(epoch=2)).adopt(memory)
+    hold(first, holder, "one")
+    with pytest.raises(BackendError, match="behind another backend"):
+        Scope(StubBackend(epoch=3)).adopt(memory)
+    Scope(StubBackend(epoch=4)).adopt(host(256))
+    let_go(first, holder)
+    Scope(StubBackend(epoch=5)).adopt(memory)
+
+
 def test_suspend_waits_for_rooms_and_resume_wants_a_new_epoch() -> None:
     first = StubBackend(epoch=1)
     scope = Scope(first)
     scope.allocate(64)
     scope.register()
-    for holder in (7, 8, 8):
-        hold(first, holder)
-    let_go(first, 7)
-    let_go(first, 9)
-    with pytest.raises(LeaseError, match="1 holds"):
+    one, other = object(), object()
+    hold(first, one, "one")
+    hold(first, one, "one")
+    with pytest.raises(BackendError, match="another endpoint"):
+        hold(first, other, "other")
+    let_go(first, other)
+    with pytest.raises(LeaseError, match="an endpoint serves"):
         scope.suspend()
     assert not first.closed
-    let_go(first, 8)
+    let_go(first, one)
     scope.suspend()
     assert first.closed
     assert not scope.segments

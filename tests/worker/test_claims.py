@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.local_pair import CONFIG, IDS, LocalPair
+from support.local_pair import CONFIG, IDS, LocalPair, Side
 from support.worker_pair import wait_until
 
 from sglang_pd import PrefillEndpoint
@@ -59,7 +59,9 @@ def test_a_rank_keeps_its_place(pair: LocalPair, remote: bool, serving: bool, si
 
 def test_chunks_of_a_refused_request_are_dropped(pair: LocalPair) -> None:
     """They became the state of the next request under that id."""
-    alone = PrefillEndpoint(replace(CONFIG, instance_id="half", topology=Topology(tp=2)), pair.prefill.setup)
+    side = Side(PrefillEndpoint, "whole")
+    side.at.close()
+    alone = PrefillEndpoint(replace(CONFIG, instance_id="half", topology=Topology(tp=2)), side.setup)
     try:
         handle = alone.request(5, IDS, pair.prefill.lists())
         alone.agent.send(handle, Chunk(0, len(IDS), True))
@@ -71,6 +73,7 @@ def test_chunks_of_a_refused_request_are_dropped(pair: LocalPair) -> None:
         assert alone.agent.source.rooms == 0
     finally:
         alone.close()
+        side.close()
 
 
 def test_what_is_sent_after_a_rooms_end_waits_for_nobody(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:

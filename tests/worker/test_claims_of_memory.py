@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.local_pair import CONFIG, IDS, LocalPair
 
-from sglang_pd import DecodeEndpoint, RankEndpoint
+from sglang_pd import DecodeEndpoint, PrefillEndpoint, RankEndpoint
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.spaces import Page, VirtualTok
@@ -53,7 +53,7 @@ def test_a_duplicate_takes_nothing_and_gives_nothing_back(pair: LocalPair) -> No
 def test_memory_is_not_given_back_under_a_room(pair: LocalPair) -> None:
     pair.start(1)
     for side in (pair.prefill, pair.decode):
-        with pytest.raises(LeaseError, match="1 holds"):
+        with pytest.raises(LeaseError, match="an endpoint serves"):
             side.scope.suspend()
     pair.complete(1)
     for side in (pair.prefill, pair.decode):
@@ -65,20 +65,37 @@ def test_another_endpoint_waits_until_nothing_moves_any_more(pair: LocalPair) ->
     """It would know nothing of the writer that has the room's pages, and give them to the next one."""
     pair.start(1)
     pair.decode.at.close()
-    with pytest.raises(BackendError, match="former endpoint"):
+    with pytest.raises(BackendError, match="another endpoint"):
         DecodeEndpoint(CONFIG, pair.decode.setup)
+
+
+def test_one_endpoint_a_backend(pair: LocalPair) -> None:
+    """Also before the first has any room: what the second did not see could be written over its own."""
+    for make in (
+        lambda: DecodeEndpoint(CONFIG, pair.decode.setup),
+        lambda: PrefillEndpoint(CONFIG, pair.decode.setup),
+        lambda: RankEndpoint(pair.decode.setup, "tcp://127.0.0.1:9"),
+    ):
+        with pytest.raises(BackendError, match="another endpoint"):
+            make()
+    pair.start(1)
+    pair.complete(1)
+    pair.decode.at.close()
+    DecodeEndpoint(CONFIG, pair.decode.setup).close()
+    DecodeEndpoint(CONFIG, pair.decode.setup).close()
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_a_ranks_memory_is_held_while_an_instance_may_write_there(pair: LocalPair, paired: bool) -> None:
     """Which rooms are open only its control knows: with none of its own it let go, and the next was overwritten."""
     setup = pair.decode.setup
+    pair.decode.at.close()
     first = RankEndpoint(setup, "tcp://127.0.0.1:9")
     if paired:
         first.agent.destination._writers[1] = _Writers(SimpleNamespace(), open_epochs={11})  # type: ignore[arg-type]
     first.close()
     if paired:
-        with pytest.raises(BackendError, match="former endpoint"):
+        with pytest.raises(BackendError, match="another endpoint"):
             RankEndpoint(setup, "tcp://127.0.0.1:9")
     else:
         RankEndpoint(setup, "tcp://127.0.0.1:9").close()

@@ -74,6 +74,7 @@ def test_a_fork_takes_no_event_from_its_parent(pair: LocalPair) -> None:
 
 
 def test_a_ranks_endpoint_ends_in_a_fork_without_its_parents(pair: LocalPair) -> None:
+    pair.prefill.at.close()
     rank = RankEndpoint(pair.prefill.setup, "tcp://127.0.0.1:9")
     try:
         assert "not to its fork" in in_fork(lambda: rank.send(1, 0, 40, last=True))

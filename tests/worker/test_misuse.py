@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.local_pair import CONFIG, IDS, LocalPair
+from support.local_pair import CONFIG, IDS, LocalPair, Side
 from support.worker_pair import wait_until
 from support.worker_process import free_address
 
@@ -155,8 +155,10 @@ def test_an_abort_names_a_code_that_exists(pair: LocalPair) -> None:
         pair.decode.at.abort(31, code="nonsense")
 
 
-def test_an_endpoint_that_cannot_be_made_leaves_nothing(pair: LocalPair) -> None:
-    setup, network = pair.prefill.setup, Network(bind=free_address())
+def test_an_endpoint_that_cannot_be_made_leaves_nothing() -> None:
+    side = Side(PrefillEndpoint, "again")
+    side.at.close()
+    setup, network = side.setup, Network(bind=free_address())
     config, before = replace(CONFIG, instance_id="again"), len(os.listdir("/proc/self/fd"))
     segments = tuple(replace(segment, number=segment.number + 1) for segment in setup.segments)
     for bad in (replace(setup, rank=RankId(3, 0)), replace(setup, segments=segments)):
@@ -164,6 +166,8 @@ def test_an_endpoint_that_cannot_be_made_leaves_nothing(pair: LocalPair) -> None
             PrefillEndpoint(config, bad, network)
         assert isinstance(raised.value, ManifestError)
     assert len(os.listdir("/proc/self/fd")) == before
+    PrefillEndpoint(config, setup, network).close()
+    side.close()
 
 
 def test_after_close_nobody_elses_descriptor_is_read() -> None:
