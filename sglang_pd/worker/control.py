@@ -261,7 +261,7 @@ class InstanceControl:
             raise self._why_stopped()
         talk = self.peering.call(pending.address, None, now_s) if self.peering is not None else None
         if talk is not None and self.desk is not None:
-            if talk.stage is Stage.AGREED and talk.renewal is None:
+            if talk.stage is Stage.AGREED:
                 if pending.declined is not None:
                     self.desk.decline(pending.facts.room, talk.epoch, pending.declined, now_s)
                 else:
@@ -304,11 +304,6 @@ class InstanceControl:
         table = self.desk.prefill if talk.source else self.desk.decode
         table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock(), own_epoch=talk.own_epoch)
         self.watch.peer(talk.instance, talk.incarnation, PeerState.READY)
-        self._pair_ranks(talk)
-        self._try_pending()
-
-    def renewed(self, talk: Conversation) -> None:
-        """See `peering.Heard`."""
         self._pair_ranks(talk)
         self._try_pending()
 

@@ -80,7 +80,6 @@ class Conversation:
     address: where this side calls, empty for callers. server_key: the CURVE key it was given to call there. aliases:
     other addresses at which the same instance answered. wanted: keep calling it, rooms or not. paired: what the own
     ranks said of their connections. left: epochs of the peer that this side lost, and against which it seeks proof.
-    renewal: the handshake of a new manifest of the same incarnation (a backend was rebuilt), while the old one stands.
     """
 
     party: Party
@@ -108,7 +107,6 @@ class Conversation:
     held: Judged | None = None
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
-    renewal: Conversation | None = None
     left: tuple[int, ...] = ()
 
     def describe(self) -> dict[str, Any]:
@@ -127,27 +125,12 @@ class Conversation:
             "mismatches": msgspec.to_builtins(self.verdict.mismatches) if self.verdict else [],
         }
 
-    def renew(self) -> Conversation:
-        """Start the handshake of a new manifest beside the one that stands."""
-        self.renewal = Conversation(
-            self.party, self.source, self.address, epoch=self.epoch, own_epoch=self.own_epoch, instance=self.instance
-        )
-        return self.renewal
-
-    def adopt(self, renewed: Conversation) -> None:
-        """The new manifest is agreed: it replaces the old one."""
-        self.manifest, self.stated = renewed.manifest, renewed.stated
-        self.manifest_digest, self.own_digest = renewed.manifest_digest, renewed.own_digest
-        self.incarnation = renewed.incarnation
-        self.pairing, self.verdict, self.error = renewed.pairing, renewed.verdict, renewed.error
-        self.paired, self.renewal = {}, None
-
     def restart(self) -> None:
         """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
         self.incarnation, self.stated, self.held = 0, b"", None
         self.own_epoch = new_epoch()
-        self.paired, self.next_send_s, self.renewal = {}, NOW_S, None
+        self.paired, self.next_send_s = {}, NOW_S
 
 
 def hello(own: Self, lost: tuple[int, ...] = ()) -> Hello:

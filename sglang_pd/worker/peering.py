@@ -55,9 +55,6 @@ class Heard(Protocol):
     def agreed(self, talk: Conversation) -> None:
         """Both sides accept: ranks can meet, rooms can open."""
 
-    def renewed(self, talk: Conversation) -> None:
-        """Both sides accept a new manifest of the same incarnation: ranks must meet again."""
-
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """That incarnation is gone, agreed or not."""
 
@@ -200,6 +197,8 @@ class Peering:
             if (talk.epoch, talk.manifest_digest, talk.own_digest) == (epoch, message.manifest_digest, self.own.digest):
                 self._say(talk, offer(self.own, talk, self._fenced(message)))  # its reply was lost
                 return
+            if talk.stage is Stage.AGREED:  # what was agreed is not judged again: another manifest wants another epoch
+                raise RemoteProtocolError("that epoch has agreed already", code="epoch_stale", where="Hello")
         self._ask(
             party, self._case(epoch, 0, message, source=True), lambda judged: self._answer(party, message, judged)
         )
@@ -226,28 +225,18 @@ class Peering:
         if case.own_digest != self.own.digest:  # this side has restated itself meanwhile
             self._ask(party, self._case(case.epoch, 0, message, source=True), lambda j: self._answer(party, message, j))
             return
-        stands = talk is not None and talk.stage is Stage.AGREED and talk.epoch == case.epoch
-        if talk is None or not stands:
-            talk = current = Conversation(party, source=True)
-            self._issued.add(talk.own_epoch)
-        elif talk.manifest_digest == case.digest:  # it agreed with what this side stated before, and may not know
-            current = talk
-        else:
-            current = talk.renew()
-        current.heard_s = self._now_s
-        answer(current, message, judged)
-        if current is talk and stands:
-            talk.stage = Stage.AGREED
-        try:
-            self._speakers.check(talk, judged.manifest, self.own.manifest)
-        except RemoteProtocolError:
-            talk.renewal = None
-            raise
-        if not stands:
-            self._callers.pop(party, None)
-            self._make_room(len(case.stated))
-            self._callers[party] = talk
-        self._say(talk, offer(self.own, current, self._fenced(message)))
+        if talk is not None and talk.stage is Stage.AGREED and talk.epoch == case.epoch:
+            self.counts["late_hellos"] += 1
+            return
+        talk = Conversation(party, source=True)
+        self._issued.add(talk.own_epoch)
+        talk.heard_s = self._now_s
+        answer(talk, message, judged)
+        self._speakers.check(talk, judged.manifest, self.own.manifest)
+        self._callers.pop(party, None)
+        self._make_room(len(case.stated))
+        self._callers[party] = talk
+        self._say(talk, offer(self.own, talk, self._fenced(message)))
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
         """What decode lost and this side is through with: it went by that epoch, and does no more; no room is left. Of
@@ -276,8 +265,7 @@ class Peering:
     def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
         if talk.source:
             raise RemoteProtocolError("a prefill is not answered", where="HelloReply")
-        current = talk.renewal or talk
-        if current.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
+        if talk.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
             self.counts["late_replies"] += 1
             return
         case = self._case(epoch, talk.own_epoch, message, source=False)
@@ -285,27 +273,22 @@ class Peering:
 
     def _replied(self, talk: Conversation, message: HelloReply, judged: Judged) -> None:
         """A HelloReply was judged."""
-        case, current = judged.case, talk.renewal or talk
-        if (
-            current.stage is Stage.AGREED
-            or (talk.stage is Stage.AGREED and talk.epoch != case.epoch)
-            or (case.own_epoch, message.peer_manifest_digest) != (talk.own_epoch, self.own.digest)
-        ):
+        stated = (judged.case.own_epoch, message.peer_manifest_digest)
+        if talk.stage is Stage.AGREED or stated != (talk.own_epoch, self.own.digest):
             self.counts["late_replies"] += 1
             return
-        if current is talk:
-            if self._merged(talk, self._speakers.same(judged.manifest)):
-                return
-            for epoch in set(message.fenced) & set(talk.left):
-                self._heard.fenced_by_peer(epoch, judged.manifest)
-            if self._seeking.against(judged.manifest):
-                self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
-                talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
-                talk.held = judged
-                return
+        if self._merged(talk, self._speakers.same(judged.manifest)):
+            return
+        for epoch in set(message.fenced) & set(talk.left):
+            self._heard.fenced_by_peer(epoch, judged.manifest)
+        if self._seeking.against(judged.manifest):
+            self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
+            talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
+            talk.held = judged
+            return
         talk.held = None
-        self._say(talk, confirm(self.own, current, message, judged))
-        self._settled(talk, current)
+        self._say(talk, confirm(self.own, talk, message, judged))
+        self._settled(talk)
 
     def _merged(self, talk: Conversation, other: Conversation | None) -> bool:
         """True when the instance at `talk`'s address speaks with this side already, which knows it by another name."""
@@ -320,10 +303,9 @@ class Peering:
         self._link.hang_up(talk.party)
 
     def _on_confirm(self, talk: Conversation, message: HelloConfirm) -> None:
-        current = talk.renewal or talk
-        if current.stage is not Stage.AGREED:
-            confirmed(self.own, current, message)
-            self._settled(talk, current)
+        if talk.stage is not Stage.AGREED:
+            confirmed(self.own, talk, message)
+            self._settled(talk)
 
     def restate(self, own: Self) -> None:
         """This side states something new of itself to those who come from now on; with the others all stands."""
@@ -340,25 +322,12 @@ class Peering:
             self.give_up(talk.epoch, error)
         self.restate(own)
 
-    def _settled(self, talk: Conversation, current: Conversation) -> None:
-        if current.stage is Stage.AGREED and current.manifest is not None:
-            try:
-                self._speakers.check(
-                    talk, current.manifest, self.own.manifest
-                )  # several may have been offered the same
+    def _settled(self, talk: Conversation) -> None:
+        if talk.stage is Stage.AGREED and talk.manifest is not None:
+            try:  # several may have been offered the same
+                self._speakers.check(talk, talk.manifest, self.own.manifest)
             except RemoteProtocolError as error:
-                current.stage, current.pairing, current.error = Stage.REFUSED, None, error.info()
-        if current is not talk and current.stage is Stage.AGREED:
-            self._speakers.remove(talk)
-            talk.adopt(current)
-            self._speakers.add(talk)
-            self._heard.renewed(talk)
-            return
-        if current is not talk:
-            self._drop(
-                talk, current.error or ErrorInfo(code="peer_incompatible", message="the new manifest is refused")
-            )
-            return
+                talk.stage, talk.pairing, talk.error = Stage.REFUSED, None, error.info()
         if talk.stage is not Stage.AGREED:
             self._heard.refused(talk)
             talk.manifest = None  # only what explains the refusal is kept
@@ -465,8 +434,6 @@ class Peering:
                     rooms=rooms_with(talk.epoch),
                 )
                 self._say(talk, beat)
-                if talk.renewal is not None and talk.address:
-                    self._say(talk, self._hello(talk))
             elif talk.address and not talk.wanted and not talk.left and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
