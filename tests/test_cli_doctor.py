@@ -22,7 +22,7 @@ from sglang_pd.config import load_worker, require_nics
 from sglang_pd.config.address import Address
 from sglang_pd.config.network import BackendSettings
 from sglang_pd.protocol.errors import ConfigError, PdError
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 Capture = pytest.CaptureFixture[str]
 FREE = ["--set", "network.bootstrap_port=0", "--set", "network.http_port=0"]

@@ -12,8 +12,8 @@ from support.hybrid_state import PAGE, hybrid_state
 from sglang_pd.cli.app import EXIT_NO, EXIT_USAGE, run
 from sglang_pd.config import load_worker
 from sglang_pd.engines.registry import Facts, describe_reference
-from sglang_pd.worker import instances
-from sglang_pd.worker.instances import plan_instance
+from sglang_pd.worker.serving import instances
+from sglang_pd.worker.serving.instances import plan_instance
 
 Capture = pytest.CaptureFixture[str]
 STATE = hybrid_state()

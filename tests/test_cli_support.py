@@ -15,7 +15,7 @@ from sglang_pd.cli.probe import probe_backend
 from sglang_pd.cli.support import markdown
 from sglang_pd.config import backend_settings, load_worker
 from sglang_pd.protocol.kinds import KINDS
-from sglang_pd.worker.transports import support, transports_of, verified_on
+from sglang_pd.worker.serving.transports import support, transports_of, verified_on
 
 Capture = pytest.CaptureFixture[str]
 

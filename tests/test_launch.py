@@ -26,7 +26,7 @@ from sglang_pd.launch.stack import Stack, running
 from sglang_pd.launch.up import look
 from sglang_pd.launch.whole import Whole
 from sglang_pd.protocol.errors import ConfigError
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 DOCUMENT: dict[str, Any] = {
     "engine": {"name": "reference", "chunk_tokens": 64},

@@ -12,7 +12,7 @@ from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
 from sglang_pd.cli.support import kind_rows, markdown
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.kinds import KINDS
-from sglang_pd.worker.transports import support
+from sglang_pd.worker.serving.transports import support
 
 WriteOption = Annotated[str, typer.Option("--write", metavar="FILE", help="Write the matrix as Markdown to FILE.")]
 COLUMNS = ("backend", "transport", "host", "device", "one host", "adopts", "proof", "last run on")

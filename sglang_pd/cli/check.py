@@ -13,7 +13,7 @@ from sglang_pd.protocol.errors import ConfigError, PlanError
 from sglang_pd.protocol.handshake import compare
 from sglang_pd.protocol.messages import Mismatch, Verdict
 from sglang_pd.protocol.pairing import Pairing
-from sglang_pd.worker.instances import Planned, plan_instance
+from sglang_pd.worker.serving.instances import Planned, plan_instance
 
 FIELDS = ("component", "region", "field", "prefill", "decode")
 

@@ -17,8 +17,8 @@ from sglang_pd.cli.probe import probe_backend
 from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, cautions, load_worker
 from sglang_pd.config.network import BackendSettings
 from sglang_pd.protocol.errors import ConfigError, PdError
-from sglang_pd.worker.instances import Planned, plan_instance
-from sglang_pd.worker.service import on_own_device, prepare
+from sglang_pd.worker.serving.instances import Planned, plan_instance
+from sglang_pd.worker.serving.service import on_own_device, prepare
 
 COLUMNS = ("", "area", "what", "found", "expected", "do")
 MEMORY_HINT = "How much it is: pools.memory_bytes, pools.tokens, pools.rows; see `sglang-pd explain`."

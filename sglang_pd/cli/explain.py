@@ -18,7 +18,7 @@ from sglang_pd.protocol.kinds import Prompt, list_count
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import Plan, region_numbers
 from sglang_pd.protocol.spaces import AnySpace
-from sglang_pd.worker.instances import Planned, plan_instance
+from sglang_pd.worker.serving.instances import Planned, plan_instance
 
 DEFAULT_PROMPT_TOKENS = 1000
 POOL_COLUMNS = ("component", "device", "space", "extent", "regions", "bytes", "note")

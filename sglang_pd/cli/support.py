@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sglang_pd.protocol.kinds import KINDS, Kind
-from sglang_pd.worker.transports import support
+from sglang_pd.worker.serving.transports import support
 
 EXTRAS: Final[dict[str, str]] = {
     "local": "nothing (GPU: sglang-pd[cuda])",

@@ -16,8 +16,8 @@ from sglang_pd.engines.base import DecodeItem, Engine, Output, PrefillChunk, Req
 from sglang_pd.engines.registry import create_engine
 from sglang_pd.memory.allocator import Policy
 from sglang_pd.worker.endpoint import new_epoch
-from sglang_pd.worker.instances import plan_instance
-from sglang_pd.worker.parts import Memory, Parts, assemble
+from sglang_pd.worker.serving.instances import plan_instance
+from sglang_pd.worker.serving.parts import Memory, Parts, assemble
 
 
 class Whole:

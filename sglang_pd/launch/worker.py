@@ -17,7 +17,7 @@ from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, 
 from sglang_pd.config.address import Address
 from sglang_pd.observe import configure_logging
 from sglang_pd.server.serve import listen, serve
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 from sglang_pd.worker.wakeups import prefer_latency
 
 log = logging.getLogger("sglang_pd.launch")

@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_pd.http.bounds import Bodies, BodyLate, ClientGone
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.router.cutoff import CutOff
 from sglang_pd.router.dispatch import Answer, Call, Dispatcher, outcome
 from sglang_pd.router.failures import Failure, RequestFailed, own
 from sglang_pd.router.request import PATHS
 from sglang_pd.router.views import Views
-from sglang_pd.worker.http_bounds import Bodies, BodyLate, ClientGone
 
 log = logging.getLogger("sglang_pd.router")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import httpx
 
+from sglang_pd.http.terms import EPOCH_HEADER, STAGE_DECODE, STAGE_PREFILL, STAGE_TRANSFER
 from sglang_pd.router import failures
 from sglang_pd.router.failures import Failure, Leg, RequestFailed, own
 from sglang_pd.router.worker import Incarnation, Worker
-from sglang_pd.worker.http_terms import EPOCH_HEADER, STAGE_DECODE, STAGE_PREFILL, STAGE_TRANSFER
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from sglang_pd.config import RouterConfig, load_router
+from sglang_pd.http.bounds import Bodies
 from sglang_pd.router import sse
 from sglang_pd.router.app import build_app
 from sglang_pd.router.dispatch import Answer, Call, Dispatcher, outcome
@@ -25,7 +26,6 @@ from sglang_pd.router.request import GENERATE
 from sglang_pd.router.resolver import Resolver, resolver_of
 from sglang_pd.router.views import Views
 from sglang_pd.router.worker import Worker
-from sglang_pd.worker.http_bounds import Bodies
 
 
 class Router:

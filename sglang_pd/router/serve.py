@@ -15,9 +15,9 @@ import uvicorn
 
 from sglang_pd.config import Address, RouterConfig
 from sglang_pd.config.address import is_loopback
+from sglang_pd.http.connections import ACCEPTS, BACKLOG, Connections, most_connections
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.router.router import Router
-from sglang_pd.worker.http_server import ACCEPTS, BACKLOG, Connections, most_connections
 
 log = logging.getLogger("sglang_pd.router")
 

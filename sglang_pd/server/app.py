@@ -10,14 +10,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang_pd.http.bounds import Bodies
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.server import generate, openai, status
 from sglang_pd.server.asgi import Guard
 from sglang_pd.server.batch import Worker
 from sglang_pd.server.errors import Failure
 from sglang_pd.server.tokenizer import tokenizer_of
-from sglang_pd.worker.http_bounds import Bodies
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 Answer = Callable[[Request, Worker], Awaitable[Response]]
 

@@ -14,10 +14,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang_pd.http.bounds import ClientGone
+from sglang_pd.http.terms import EPOCH_HEADER
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.server.errors import Failure
-from sglang_pd.worker.http_bounds import ClientGone
-from sglang_pd.worker.http_terms import EPOCH_HEADER
 
 log = logging.getLogger("sglang_pd.server")
 

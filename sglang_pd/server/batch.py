@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
+from sglang_pd.http.bounds import Bodies
 from sglang_pd.server.sequences import Ask, Progress, Sequence
 from sglang_pd.server.tokenizer import Tokenizer
-from sglang_pd.worker.http_bounds import Bodies
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sglang_pd.server.errors import Failure
 from sglang_pd.server.rooms import Place
 from sglang_pd.server.tokenizer import Tokenizer
 from sglang_pd.worker.jobs import Failed, Finished, Job, Scores, Token, Update
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 DEFAULT_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6

@@ -16,11 +16,11 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_pd.config.address import Address
+from sglang_pd.http.connections import ACCEPTS, BACKLOG, Connections, most_connections
 from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.server.app import build_app
 from sglang_pd.server.errors import Failure
-from sglang_pd.worker.http_server import ACCEPTS, BACKLOG, Connections, most_connections
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 log = logging.getLogger("sglang_pd.server")
 

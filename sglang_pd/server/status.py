@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sglang_pd.config.package import package_version
+from sglang_pd.http.terms import CANCELLABLE
 from sglang_pd.protocol.errors import PdError, RoomError
 from sglang_pd.protocol.room import Role
 from sglang_pd.protocol.version import PROTOCOL_VERSION
 from sglang_pd.server.batch import Worker
 from sglang_pd.server.errors import Failure
-from sglang_pd.worker.http_terms import CANCELLABLE
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 PROBE_S: Final = 20.0
 """How long `/health_generate` waits for the engine."""

@@ -18,12 +18,12 @@ from sglang_pd.protocol.errors import ErrorInfo, ManifestError, PdError, RoomErr
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Draining, Message
 from sglang_pd.protocol.pairing import Pairing
-from sglang_pd.worker.agent import RankAgent
-from sglang_pd.worker.conversation import Conversation, Self, Stage
-from sglang_pd.worker.desk import RoomDesk, RoomFacts
 from sglang_pd.worker.events import EventKind, RoomEvent
-from sglang_pd.worker.link import Caller, Link, Party
-from sglang_pd.worker.orders import (
+from sglang_pd.worker.peers.conversation import Conversation, Self, Stage
+from sglang_pd.worker.peers.link import Caller, Link, Party
+from sglang_pd.worker.peers.peering import Peering
+from sglang_pd.worker.ranks.agent import RankAgent
+from sglang_pd.worker.ranks.orders import (
     Alive,
     AnyOrder,
     AnyReport,
@@ -39,9 +39,9 @@ from sglang_pd.worker.orders import (
     decode_report,
     encode,
 )
-from sglang_pd.worker.peering import Peering
-from sglang_pd.worker.pending import MAX_PENDING, PendingOpen
-from sglang_pd.worker.ranks import Ranks
+from sglang_pd.worker.ranks.roster import Ranks
+from sglang_pd.worker.rooms.desk import RoomDesk, RoomFacts
+from sglang_pd.worker.rooms.pending import MAX_PENDING, PendingOpen
 from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
 from sglang_pd.worker.watch import Watch
 

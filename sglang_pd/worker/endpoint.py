@@ -29,14 +29,14 @@ from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_te
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.protocol.messages import MAX_VALUE
-from sglang_pd.worker.agent import RankAgent, RankFacts
 from sglang_pd.worker.control import PEERS, RANKS, InstanceControl
-from sglang_pd.worker.desk import RoomFacts
 from sglang_pd.worker.events import TERMINAL_EVENTS, EventKind, RoomEvent
-from sglang_pd.worker.link import CurveKeys, Link
 from sglang_pd.worker.loop import WorkerLoop
-from sglang_pd.worker.memory_view import DeviceDigest
-from sglang_pd.worker.remote_rank import RemoteRank
+from sglang_pd.worker.peers.link import CurveKeys, Link
+from sglang_pd.worker.ranks.agent import RankAgent, RankFacts
+from sglang_pd.worker.ranks.memory_view import DeviceDigest
+from sglang_pd.worker.ranks.remote_rank import RemoteRank
+from sglang_pd.worker.rooms.desk import RoomFacts
 from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.watch import Watch
 

@@ -19,8 +19,8 @@ import zmq
 
 from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import PdError, RoomError
-from sglang_pd.worker.agent import RankAgent
-from sglang_pd.worker.link import Link, Party
+from sglang_pd.worker.peers.link import Link, Party
+from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.wakeups import set_timer_slack
 
 log = logging.getLogger("sglang_pd.worker")

@@ -8,7 +8,7 @@ from typing import Final, get_args
 from sglang_pd.protocol.errors import ConfigError, wire_text
 from sglang_pd.protocol.manifest import Topology
 from sglang_pd.protocol.room import Limits
-from sglang_pd.worker.verification import VerifyMode
+from sglang_pd.worker.rooms.verification import VerifyMode
 
 MAX_DURATION_S: Final = 4_000_000
 """What a message can say, in milliseconds of 32 bits."""

@@ -18,7 +18,7 @@ from sglang_pd.config import RouterConfig, WorkerConfig, load_keys, load_router,
 from sglang_pd.router.app import OPEN_PATHS
 from sglang_pd.router.serve import CUT_S, STOP_S
 from sglang_pd.server.app import ROUTES
-from sglang_pd.worker.service import FENCE_WAIT_S
+from sglang_pd.worker.serving.service import FENCE_WAIT_S
 
 SPARE_S = 30
 ENVIRON = {"POD_IP": "10.1.2.3", "KEYS": "/keys", "WORKER_TOKEN": "w", "CLIENT_TOKEN": "c"}

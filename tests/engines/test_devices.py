@@ -13,7 +13,7 @@ from sglang_pd.cli.app import EXIT_USAGE
 from sglang_pd.config import load_worker
 from sglang_pd.engines.devices import require_device
 from sglang_pd.protocol.errors import BackendUnavailable
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 
 def _built_for(monkeypatch: pytest.MonkeyPatch, cuda: str | None, count: int) -> None:

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse
 from support.fake_workers import Cluster, Cut, FakeWorker, Stream, cluster, event, until
 
 from sglang_pd.config import Address
+from sglang_pd.http.terms import CANCELLABLE
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.router import Router, Target
-from sglang_pd.worker.http_terms import CANCELLABLE
 
 NO_RETRY: dict[str, Any] = {"retries": 0}
 BROKEN = {"error": {"code": "transfer_failed", "message": "the cable is out", "retryable": True}}

@@ -14,9 +14,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from support.fake_workers import Cluster, Stream, cluster, until
 
+from sglang_pd.http import bounds as http_bounds
 from sglang_pd.router import RequestFailed, Router
 from sglang_pd.router.request import parse
-from sglang_pd.worker import http_bounds
 
 MAX_ROOM = 2**63 - 1
 

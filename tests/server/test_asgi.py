@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from sglang_pd.http.bounds import Bodies
 from sglang_pd.server.asgi import Guard
 from sglang_pd.server.serve import Ending
-from sglang_pd.worker.http_bounds import Bodies
 
 
 async def echo(request: Request) -> Response:

@@ -9,7 +9,7 @@ import torch
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.memory.views import segment_tensor
 from sglang_pd.protocol.digest import digest_rows
-from sglang_pd.worker.device_digest import ROWS_AT_ONCE, digest_device_rows
+from sglang_pd.worker.ranks.device_digest import ROWS_AT_ONCE, digest_device_rows
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

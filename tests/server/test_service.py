@@ -19,7 +19,7 @@ from sglang_pd.observe import ask
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.messages import RoomOpen
 from sglang_pd.server.serve import listen
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
 

@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sglang_pd.config import Address
+from sglang_pd.http.terms import CANCELLABLE
 from sglang_pd.router import Router
 from sglang_pd.router.serve import listen
-from sglang_pd.worker.http_terms import CANCELLABLE
 
 Script = Callable[["FakeWorker", dict[str, Any], Request], Awaitable[Response | None]]
 

@@ -16,7 +16,7 @@ from sglang_pd.config import load_worker
 from sglang_pd.engines.base import Sampling
 from sglang_pd.launch.whole import Whole
 from sglang_pd.server.app import build_app
-from sglang_pd.worker.service import WorkerService
+from sglang_pd.worker.serving.service import WorkerService
 
 torch.set_num_threads(1)
 

@@ -42,7 +42,7 @@ from sglang_pd.worker.endpoint import (
     new_epoch,
 )
 from sglang_pd.worker.events import EventKind, RoomEvent
-from sglang_pd.worker.link import CurveKeys
+from sglang_pd.worker.peers.link import CurveKeys
 from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.wakeups import prefer_latency
 

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_pd.protocol.codec import read_header
 from sglang_pd.protocol.errors import PdError
 from sglang_pd.protocol.messages import MESSAGES
-from sglang_pd.worker.link import Caller, Link, Party
+from sglang_pd.worker.peers.link import Caller, Link, Party
 
 HANDSHAKE = {"Hello", "HelloReply", "HelloConfirm", "Refusal", "Heartbeat"}
 

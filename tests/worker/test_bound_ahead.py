@@ -9,7 +9,7 @@ import pytest
 from support.local_pair import IDS, PAGE, LocalPair, Side
 from support.worker_pair import wait_until
 
-from sglang_pd.worker import source as source_module
+from sglang_pd.worker.ranks import source as source_module
 
 TOKENS = len(IDS)
 

@@ -17,10 +17,10 @@ from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.manifest import RankId, Topology
-from sglang_pd.worker.decode_runner import DecodeRunner, _Running
-from sglang_pd.worker.orders import Joined
-from sglang_pd.worker.ranks import Ranks
-from sglang_pd.worker.source import _cause, _Flight
+from sglang_pd.worker.ranks.orders import Joined
+from sglang_pd.worker.ranks.roster import Ranks
+from sglang_pd.worker.ranks.source import _cause, _Flight
+from sglang_pd.worker.serving.decode_runner import DecodeRunner, _Running
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from sglang_pd import DecodeEndpoint, PrefillEndpoint, RankEndpoint
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.spaces import Page, VirtualTok
-from sglang_pd.worker.claims import Claims
-from sglang_pd.worker.destination import _Writers
+from sglang_pd.worker.ranks.destination import _Writers
+from sglang_pd.worker.rooms.claims import Claims
 
 
 @pytest.fixture

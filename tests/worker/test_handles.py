@@ -16,9 +16,9 @@ from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker import source as source_module
-from sglang_pd.worker.orders import Fenced, Forget, Halt, RoomFault
-from sglang_pd.worker.source import Ready, SourceSide, _Flight, _Room
+from sglang_pd.worker.ranks import source as source_module
+from sglang_pd.worker.ranks.orders import Fenced, Forget, Halt, RoomFault
+from sglang_pd.worker.ranks.source import Ready, SourceSide, _Flight, _Room
 
 
 @pytest.fixture

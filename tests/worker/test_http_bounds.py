@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from sglang_pd.http import bounds as http_bounds
+from sglang_pd.http.bounds import FREE_BYTES, Bodies, BodyLate, ClientGone
 from sglang_pd.protocol.errors import RoomError
-from sglang_pd.worker import http_bounds
-from sglang_pd.worker.http_bounds import FREE_BYTES, Bodies, BodyLate, ClientGone
 
 
 class Client:

@@ -20,10 +20,10 @@ from sglang_pd.protocol.codec import decode, encode
 from sglang_pd.protocol.errors import ManifestError, RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.manifest_size import MAX_RANKS, MAX_REGIONS, MAX_SEGMENTS, check_size
-from sglang_pd.worker import judge as judging
-from sglang_pd.worker import pairings
-from sglang_pd.worker.judge import Case, Judge, Judged
-from sglang_pd.worker.link import Called
+from sglang_pd.worker.peers import judge as judging
+from sglang_pd.worker.peers import pairings
+from sglang_pd.worker.peers.judge import Case, Judge, Judged
+from sglang_pd.worker.peers.link import Called
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_the_smallest_is_judged_first_and_what_waits_is_bounded(monkeypatch: pyt
 
 def test_strangers_are_bounded_in_bytes_and_forgotten(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of them is left, pairings included; the peer that is agreed keeps its own."""
-    from sglang_pd.worker import peering
+    from sglang_pd.worker.peers import peering
 
     size = len(msgspec.msgpack.encode(manifest_of(pair, "stranger-00")))
     monkeypatch.setattr(peering, "MAX_STRANGER_BYTES", 4 * size + size // 2)

@@ -14,7 +14,7 @@ from support.worker_pair import wait_until
 
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import InstanceManifest
-from sglang_pd.worker.source import SourceSide
+from sglang_pd.worker.ranks.source import SourceSide
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_pd.worker.control import PEERS
-from sglang_pd.worker.link import Link
 from sglang_pd.worker.loop import WorkerLoop
+from sglang_pd.worker.peers.link import Link
 
 
 class Recorded:

@@ -13,8 +13,8 @@ from support.worker_pair import oracles, start_pair, start_room
 from sglang_pd.backends.base import Connecting
 from sglang_pd.protocol.errors import TransferError
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker import meetings
-from sglang_pd.worker.meetings import Meetings
+from sglang_pd.worker.ranks import meetings
+from sglang_pd.worker.ranks.meetings import Meetings
 
 RANK = RankId(0, 0)
 

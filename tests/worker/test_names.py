@@ -14,9 +14,9 @@ from support.local_pair import IDS, LocalPair
 from support.worker_pair import wait_until
 
 from sglang_pd.protocol.errors import ConfigError
-from sglang_pd.worker import resolve
-from sglang_pd.worker.link import Link
-from sglang_pd.worker.resolve import Outcome, Resolver
+from sglang_pd.worker.peers import resolve
+from sglang_pd.worker.peers.link import Link
+from sglang_pd.worker.peers.resolve import Outcome, Resolver
 
 
 class Names:

@@ -13,7 +13,7 @@ from support.worker_pair import wait_until
 from sglang_pd import DecodeEndpoint
 from sglang_pd.memory.views import host_bytes
 from sglang_pd.protocol.errors import ErrorInfo
-from sglang_pd.worker.peering import Peering
+from sglang_pd.worker.peers.peering import Peering
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.local_pair import LocalPair
 from sglang_pd.backends import local
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker.destination import DestinationSide, _Writers
+from sglang_pd.worker.ranks.destination import DestinationSide, _Writers
 
 
 @pytest.fixture

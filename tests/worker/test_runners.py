@@ -148,7 +148,7 @@ def test_what_an_engine_refuses_is_not_forgotten_by_it(pair: RunnerPair, side: s
 
 def test_a_probe_that_the_engine_refuses_ends_nobody_else(pair: RunnerPair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, failed = pair.prefill.parts.engine, list[str]()
-    monkeypatch.setattr("sglang_pd.worker.runner.time.monotonic_ns", lambda: 5)
+    monkeypatch.setattr("sglang_pd.worker.serving.runner.time.monotonic_ns", lambda: 5)
 
     def collide() -> None:
         lease = pair.prefill.parts.allocator.lease(9, window_stop=0)

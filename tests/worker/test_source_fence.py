@@ -8,7 +8,7 @@ from typing import Any
 from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker.source import SourceSide, _Flight, _Room
+from sglang_pd.worker.ranks.source import SourceSide, _Flight, _Room
 
 
 class Ending:

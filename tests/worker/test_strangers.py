@@ -23,9 +23,9 @@ from sglang_pd.protocol.codec import encode
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.worker.control import PEERS
-from sglang_pd.worker.link import MAX_BATCH, MAX_FRAMES_A_TURN, Link
-from sglang_pd.worker.orders import Alive, Joined
-from sglang_pd.worker.orders import encode as encode_report
+from sglang_pd.worker.peers.link import MAX_BATCH, MAX_FRAMES_A_TURN, Link
+from sglang_pd.worker.ranks.orders import Alive, Joined
+from sglang_pd.worker.ranks.orders import encode as encode_report
 
 # A class whose unpickling would end the process, by hand: nothing here may need the library that reads such bytes.
 PICKLE = b"cos\n_exit\n(I3\ntR."

@@ -20,8 +20,8 @@ from sglang_pd.protocol.manifest import InstanceManifest, RankId
 from sglang_pd.protocol.messages import Hello, HelloConfirm, HelloReply, Verdict
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import PACKING_ORDER
-from sglang_pd.worker.judge import Judged
-from sglang_pd.worker.link import Party
+from sglang_pd.worker.peers.judge import Judged
+from sglang_pd.worker.peers.link import Party
 
 MAX_CALLERS: Final = 1_024
 """Conversations that others started and both agreed to."""

@@ -6,9 +6,9 @@ import time
 
 import msgspec
 
-from sglang_pd.worker.agent import RankAgent
-from sglang_pd.worker.link import CurveKeys, Link, Party
-from sglang_pd.worker.orders import Alive, AnyReport, Rejoin, Welcome, decode_order, encode
+from sglang_pd.worker.peers.link import CurveKeys, Link, Party
+from sglang_pd.worker.ranks.agent import RankAgent
+from sglang_pd.worker.ranks.orders import Alive, AnyReport, Rejoin, Welcome, decode_order, encode
 
 
 class RemoteRank:

@@ -19,8 +19,8 @@ from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.manifest_size import check_size
 from sglang_pd.protocol.messages import Verdict
 from sglang_pd.protocol.pairing import Pairing, refused
-from sglang_pd.worker.link import Party
-from sglang_pd.worker.pairings import share_pairing, used_pairing
+from sglang_pd.worker.peers.link import Party
+from sglang_pd.worker.peers.pairings import share_pairing, used_pairing
 
 MAX_WAITING_BYTES: Final = 64 * 2**20
 """Manifests that wait. What is too much is dropped, the largest first: its sender says Hello again."""

@@ -7,7 +7,7 @@ import ipaddress
 
 import zmq
 
-from sglang_pd.worker.resolve import Resolver
+from sglang_pd.worker.peers.resolve import Resolver
 
 CONNECT_TIMEOUT_MS = 5_000
 """The next address of a name is tried when one does not even refuse."""

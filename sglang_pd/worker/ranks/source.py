@@ -21,8 +21,8 @@ from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing, Record
 from sglang_pd.protocol.verify import RowDigest, layer_digests
-from sglang_pd.worker.meetings import Meeting, Meetings, info_of
-from sglang_pd.worker.orders import (
+from sglang_pd.worker.ranks.meetings import Meeting, Meetings, info_of
+from sglang_pd.worker.ranks.orders import (
     AnyReport,
     Begin,
     Fenced,

@@ -23,7 +23,7 @@ from sglang_pd.protocol.messages import (
     Message,
     Refusal,
 )
-from sglang_pd.worker.conversation import (
+from sglang_pd.worker.peers.conversation import (
     MAX_CALLERS,
     MAX_STRANGER_BYTES,
     MAX_STRANGERS,
@@ -38,12 +38,12 @@ from sglang_pd.worker.conversation import (
     hello,
     offer,
 )
-from sglang_pd.worker.judge import Case, Judge, Judged
-from sglang_pd.worker.link import Called, Link, Party
-from sglang_pd.worker.names import FORGET_CALL_S, Names
-from sglang_pd.worker.refusals import Refusals
-from sglang_pd.worker.seeking import Issued, Seeking
-from sglang_pd.worker.speakers import Speakers
+from sglang_pd.worker.peers.judge import Case, Judge, Judged
+from sglang_pd.worker.peers.link import Called, Link, Party
+from sglang_pd.worker.peers.names import FORGET_CALL_S, Names
+from sglang_pd.worker.peers.refusals import Refusals
+from sglang_pd.worker.peers.seeking import Issued, Seeking
+from sglang_pd.worker.peers.speakers import Speakers
 
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""

@@ -19,8 +19,8 @@ from zmq.utils import z85
 
 from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import ConfigError, RoomError
-from sglang_pd.worker.dialing import Dial, split
-from sglang_pd.worker.resolve import Resolver
+from sglang_pd.worker.peers.dialing import Dial, split
+from sglang_pd.worker.peers.resolve import Resolver
 
 MAX_FRAME_BYTES = 32 * 2**20
 SEND_HIGH_WATER, RECEIVE_HIGH_WATER = 1_000, 64

@@ -13,7 +13,7 @@ from sglang_pd.memory.layout import Capacity, RankLayout, layout_rank
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.manifest import InstanceManifest, RankId, Topology, Transport
-from sglang_pd.worker.transports import transports_of
+from sglang_pd.worker.serving.transports import transports_of
 
 
 @dataclass(frozen=True)

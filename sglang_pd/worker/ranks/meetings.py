@@ -16,7 +16,7 @@ from sglang_pd.protocol.errors import ErrorInfo, PdError, TransferError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import region_numbers
-from sglang_pd.worker.orders import AnyReport, Paired
+from sglang_pd.worker.ranks.orders import AnyReport, Paired
 
 CONNECT_WITHIN_S = 180.0
 """Longest time in seconds that connecting to an instance may take. Backends that know of a shorter one say so first."""

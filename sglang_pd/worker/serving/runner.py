@@ -21,7 +21,7 @@ from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.worker.endpoint import Endpoint
 from sglang_pd.worker.events import RoomEvent
 from sglang_pd.worker.jobs import Failed, Job, Update
-from sglang_pd.worker.parts import Parts
+from sglang_pd.worker.serving.parts import Parts
 from sglang_pd.worker.watch import Watch
 
 log = logging.getLogger("sglang_pd.runner")

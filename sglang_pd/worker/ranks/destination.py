@@ -16,7 +16,7 @@ from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.verify import RowDigest, layer_digests
-from sglang_pd.worker.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
+from sglang_pd.worker.ranks.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
 
 log = logging.getLogger("sglang_pd.worker")
 

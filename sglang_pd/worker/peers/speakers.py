@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_pd.protocol.errors import RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest
-from sglang_pd.worker.conversation import Conversation
+from sglang_pd.worker.peers.conversation import Conversation
 
 
 class Speakers:

@@ -42,11 +42,11 @@ from sglang_pd.protocol.room_events import (
 from sglang_pd.protocol.room_events import Revoked as Proven
 from sglang_pd.protocol.rooms_decode import DecodeRooms
 from sglang_pd.protocol.rooms_prefill import PrefillRooms
-from sglang_pd.worker.agent import unpack
-from sglang_pd.worker.claims import Claims
 from sglang_pd.worker.events import EventKind, RoomEvent
-from sglang_pd.worker.meetings import info_of
-from sglang_pd.worker.orders import (
+from sglang_pd.worker.peers.seeking import Seeking
+from sglang_pd.worker.ranks.agent import unpack
+from sglang_pd.worker.ranks.meetings import info_of
+from sglang_pd.worker.ranks.orders import (
     AnyReport,
     Begin,
     Checked,
@@ -61,9 +61,9 @@ from sglang_pd.worker.orders import (
     Unpair,
     WroteRange,
 )
-from sglang_pd.worker.outside import Outside
-from sglang_pd.worker.seeking import Seeking
-from sglang_pd.worker.verification import Verification, VerifyMode, chosen
+from sglang_pd.worker.rooms.claims import Claims
+from sglang_pd.worker.rooms.outside import Outside
+from sglang_pd.worker.rooms.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
 
 MAX_EARLY_FAULTS: Final = 4_096

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sglang_pd.worker import http_server
-from sglang_pd.worker.http_server import ACCEPTS, Connections, Seldom, most_connections
+from sglang_pd.http import connections as http_server
+from sglang_pd.http.connections import ACCEPTS, Connections, Seldom, most_connections
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
 WHOLE = HEAD + b"content-length: 2\r\n\r\nab"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_pd.worker.conversation import Conversation
-from sglang_pd.worker.link import Party
+from sglang_pd.worker.peers.conversation import Conversation
+from sglang_pd.worker.peers.link import Party
 
 FORGET_CALL_S: Final = 30.0
 """An address that nobody answers at is called for so long after somebody wanted it; an alias is kept as long."""

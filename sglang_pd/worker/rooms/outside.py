@@ -8,7 +8,7 @@ from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Message
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.worker.events import RoomEvent
-from sglang_pd.worker.orders import AnyOrder
+from sglang_pd.worker.ranks.orders import AnyOrder
 
 
 class Outside(Protocol):

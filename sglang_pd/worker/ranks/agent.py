@@ -34,9 +34,10 @@ from sglang_pd.protocol.messages import MAX_RECORD_BYTES
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.plan import region_table
 from sglang_pd.protocol.spaces import AnySpace
-from sglang_pd.worker.destination import DestinationSide
-from sglang_pd.worker.memory_view import DeviceDigest, RegionReader
-from sglang_pd.worker.orders import (
+from sglang_pd.worker.peers.pairings import pairing_of
+from sglang_pd.worker.ranks.destination import DestinationSide
+from sglang_pd.worker.ranks.memory_view import DeviceDigest, RegionReader
+from sglang_pd.worker.ranks.orders import (
     AnyOrder,
     AnyReport,
     Begin,
@@ -52,8 +53,7 @@ from sglang_pd.worker.orders import (
     Stop,
     Unpair,
 )
-from sglang_pd.worker.pairings import pairing_of
-from sglang_pd.worker.source import Ready, SourceSide
+from sglang_pd.worker.ranks.source import Ready, SourceSide
 
 MAX_CALLS: Final = 16_384
 """Engine calls that may wait for the control thread; one more raises `queue_full`."""

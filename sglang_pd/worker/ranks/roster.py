@@ -11,7 +11,7 @@ import msgspec
 from sglang_pd.backends.library_process import Watch as Process
 from sglang_pd.protocol.errors import ErrorInfo, ManifestError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
-from sglang_pd.worker.orders import AnyOrder, Joined
+from sglang_pd.worker.ranks.orders import AnyOrder, Joined
 
 log = logging.getLogger("sglang_pd.worker")
 

@@ -19,7 +19,7 @@ from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Wrote
 from sglang_pd.protocol.room_events import Verify
-from sglang_pd.worker.orders import Check, Checked
+from sglang_pd.worker.ranks.orders import Check, Checked
 
 VerifyMode = Literal["off", "sampled", "full"]
 SAMPLE_ONE_IN: Final = 32

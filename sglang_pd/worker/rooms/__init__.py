@@ -1,0 +1,1 @@
+"""Rooms in their control: the tables' events and effects, claims on indices, verification before admission."""
