@@ -19,10 +19,10 @@ class BackendFactory(Protocol):
 
 
 BACKENDS: dict[str, str] = {
-    "local": "sglang_pd.backends.local",
-    "nixl": "sglang_pd.backends.nixl",
-    "mooncake": "sglang_pd.backends.mooncake",
-    "mori": "sglang_pd.backends.mori",
+    "local": "sglang_pd.backends.local.backend",
+    "nixl": "sglang_pd.backends.nixl.backend",
+    "mooncake": "sglang_pd.backends.mooncake.backend",
+    "mori": "sglang_pd.backends.mori.backend",
 }
 """Backend name -> module that defines `create(*, epoch, options) -> Backend`. `register_backend` adds to it."""
 

@@ -37,7 +37,7 @@ def environment(backend: str) -> dict[str, str]:
     """What the backend's library must find in its environment; set before it is imported, by us alone."""
     if backend != "mooncake":
         return {"UCX_TLS": "tcp,cma,self"} if backend == "nixl" else {}
-    from sglang_pd.backends.mooncake import environment as mooncake_environment
+    from sglang_pd.backends.mooncake.backend import environment as mooncake_environment
 
     return dict(mooncake_environment(OPTIONS["mooncake"]))
 

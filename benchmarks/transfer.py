@@ -42,7 +42,7 @@ def environment(name: str) -> dict[str, str]:
     """What the backend's library must find in its environment."""
     if name != "mooncake":
         return {}
-    from sglang_pd.backends.mooncake import environment as mooncake_environment
+    from sglang_pd.backends.mooncake.backend import environment as mooncake_environment
 
     return dict(mooncake_environment(OPTIONS[name]))
 

@@ -202,7 +202,7 @@ def _checked(name: str, options: Mapping[str, Any], added: Mapping[str, str]) ->
     try:
         if name == "local":
             return _check_local(options)
-        module = importlib.import_module(f"sglang_pd.backends.{name}_options")
+        module = importlib.import_module(f"sglang_pd.backends.{name}.options")
         parsed = module.parse_options(options)
         return dict(module.environment(parsed)) if hasattr(module, "environment") else {}
     except ConfigError as error:
@@ -223,7 +223,7 @@ def _checked(name: str, options: Mapping[str, Any], added: Mapping[str, str]) ->
 
 
 def _check_local(options: Mapping[str, Any]) -> dict[str, str]:
-    schema = importlib.import_module("sglang_pd.backends.local").LocalOptions
+    schema = importlib.import_module("sglang_pd.backends.local.backend").LocalOptions
     for option in options:
         if option not in schema.__struct_fields__:
             close = difflib.get_close_matches(option, schema.__struct_fields__, n=1)

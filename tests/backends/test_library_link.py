@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.library_link import Ends, LibraryLink, Work
-from sglang_pd.backends.library_process import ProcessIdentity, Watch, own_identity
-from sglang_pd.backends.library_transfer import LibraryTransfer
+from sglang_pd.backends.library.link import Ends, LibraryLink, Work
+from sglang_pd.backends.library.process import ProcessIdentity, Watch, own_identity
+from sglang_pd.backends.library.transfer import LibraryTransfer
 from sglang_pd.protocol.errors import PdError, TransferError
 
 PENDING, DONE, FAILED, UNKNOWN = (getattr(TransferState, n) for n in ("PENDING", "DONE", "FAILED", "UNKNOWN"))

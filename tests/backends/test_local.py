@@ -16,11 +16,12 @@ import pytest
 from support.forks import in_fork
 from support.local_backends import SIZE, answer, door, eventually, hello, make
 
-from sglang_pd.backends import local_link, local_listener
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.local import LocalBackend
-from sglang_pd.backends.local_link import Welcome, host_identity, pack_address, unpack_address
-from sglang_pd.backends.local_memory import map_peer_memory
+from sglang_pd.backends.local import link as local_link
+from sglang_pd.backends.local import listener as local_listener
+from sglang_pd.backends.local.backend import LocalBackend
+from sglang_pd.backends.local.link import Welcome, host_identity, pack_address, unpack_address
+from sglang_pd.backends.local.memory import map_peer_memory
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 from sglang_pd.testing.memory import fill, read_bytes, write_bytes
@@ -353,7 +354,7 @@ def test_what_the_system_refuses_any_backend_is_an_error_of_ours(monkeypatch: py
     def create(**_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("sglang_pd.backends.mori.create", create)
+    monkeypatch.setattr("sglang_pd.backends.mori.backend.create", create)
     with pytest.raises(BackendUnavailable, match="mori.*Too many open files.*ulimit -n"):
         create_backend("mori", epoch=1)
 

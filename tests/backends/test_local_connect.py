@@ -13,10 +13,12 @@ import pytest
 from support.forks import in_fork
 from support.local_backends import SIZE, door, eventually, hello, make
 
-from sglang_pd.backends import local_connect, local_link, local_listener
-from sglang_pd.backends.local import LocalBackend
-from sglang_pd.backends.local_link import SegmentFacts, host_identity, pack_address
-from sglang_pd.backends.local_listener import Exports
+from sglang_pd.backends.local import connect as local_connect
+from sglang_pd.backends.local import link as local_link
+from sglang_pd.backends.local import listener as local_listener
+from sglang_pd.backends.local.backend import LocalBackend
+from sglang_pd.backends.local.link import SegmentFacts, host_identity, pack_address
+from sglang_pd.backends.local.listener import Exports
 from sglang_pd.protocol.errors import TransferError
 
 

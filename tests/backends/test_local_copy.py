@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglang_pd.backends import local_copy
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.local_copy import Copier, CopyJob, Ranges, copy_now
-from sglang_pd.backends.local_transfer import HeldPart, LocalTransfer
+from sglang_pd.backends.local import copy as local_copy
+from sglang_pd.backends.local.copy import Copier, CopyJob, Ranges, copy_now
+from sglang_pd.backends.local.transfer import HeldPart, LocalTransfer
 from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
 SIZE = 1 << 20

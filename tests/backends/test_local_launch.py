@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_pd.backends.local_launch import BLOCKS, PIECE_BYTES, plan_launches
+from sglang_pd.backends.local.launch import BLOCKS, PIECE_BYTES, plan_launches
 
 LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([1152, 4096, 16384, PIECE_BYTES, PIECE_BYTES + 16, 700_000]))
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pd.backends import mooncake_blob
-from sglang_pd.backends.mooncake import environment
+from sglang_pd.backends.mooncake import blob as mooncake_blob
+from sglang_pd.backends.mooncake.backend import environment
 from sglang_pd.testing.cases_bytes import exact, one_item
 from sglang_pd.testing.lab import MIB, BackendSpec, ChildProcess, Lab, Link, canaries, compare
 from sglang_pd.testing.pattern import batch_to_wire, canary_images, pages
@@ -58,7 +58,7 @@ def create(**options):
 
 
 def test_ports_on_all_interfaces_are_refused_unless_allowed_and_then_closed() -> None:
-    listening = "from sglang_pd.backends.mooncake_sockets import own_listeners\nprint(len(own_listeners()))\n"
+    listening = "from sglang_pd.backends.mooncake.sockets import own_listeners\nprint(len(own_listeners()))\n"
     said = run(CREATE + "create()\n" + listening, environment({})).splitlines()
     assert said[0].startswith("insecure_refused") and "0.0.0.0:" in said[0] and "insecure_data_plane" in said[0]
     assert said[1] == "0"

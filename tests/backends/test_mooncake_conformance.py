@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from sglang_pd.backends.mooncake import environment
+from sglang_pd.backends.mooncake.backend import environment
 from sglang_pd.testing.case import Case
 from sglang_pd.testing.lab import BackendSpec, Lab
 from sglang_pd.testing.pytest_helper import check, conformance_fixtures

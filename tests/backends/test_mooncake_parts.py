@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pd.backends import mooncake_blob, mooncake_library, mooncake_sockets
-from sglang_pd.backends.library_blob import SegmentEntry
-from sglang_pd.backends.library_process import own_identity
-from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.mooncake import create, environment
-from sglang_pd.backends.mooncake_blob import Blob
-from sglang_pd.backends.mooncake_chunk import ChunkState, merge, submit
-from sglang_pd.backends.mooncake_library import Library
-from sglang_pd.backends.mooncake_options import check_environment, parse_options
+from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.process import own_identity
+from sglang_pd.backends.library.rows import Rows
+from sglang_pd.backends.mooncake import blob as mooncake_blob
+from sglang_pd.backends.mooncake import library as mooncake_library
+from sglang_pd.backends.mooncake import sockets as mooncake_sockets
+from sglang_pd.backends.mooncake.backend import create, environment
+from sglang_pd.backends.mooncake.blob import Blob
+from sglang_pd.backends.mooncake.chunk import ChunkState, merge, submit
+from sglang_pd.backends.mooncake.library import Library
+from sglang_pd.backends.mooncake.options import check_environment, parse_options
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
 
 # options and environment

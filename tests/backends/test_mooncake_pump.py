@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_pd.backends import mooncake_inbound, mooncake_links
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.library_blob import SegmentEntry
-from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_segments import Scope
-from sglang_pd.backends.mooncake_blob import Blob, identity_bytes
-from sglang_pd.backends.mooncake_inbound import Inbound
-from sglang_pd.backends.mooncake_library import Library
-from sglang_pd.backends.mooncake_links import Links
-from sglang_pd.backends.mooncake_options import MooncakeOptions
-from sglang_pd.backends.mooncake_pump import Pump
-from sglang_pd.backends.mooncake_transfer import MooncakePeer, MooncakeTransfer, Outbound
+from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.rows import Rows
+from sglang_pd.backends.library.segments import Scope
+from sglang_pd.backends.mooncake import inbound as mooncake_inbound
+from sglang_pd.backends.mooncake import links as mooncake_links
+from sglang_pd.backends.mooncake.blob import Blob, identity_bytes
+from sglang_pd.backends.mooncake.inbound import Inbound
+from sglang_pd.backends.mooncake.library import Library
+from sglang_pd.backends.mooncake.links import Links
+from sglang_pd.backends.mooncake.options import MooncakeOptions
+from sglang_pd.backends.mooncake.pump import Pump
+from sglang_pd.backends.mooncake.transfer import MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.protocol.errors import BackendError, TransferError
 
 LIBRARY = Library(module=None, version="0.3.13", flags={}, has_tickets=False, has_arrays=False)
@@ -318,7 +319,7 @@ def test_a_closed_port_loses_the_peer_and_a_silent_one_is_asked_again(
 
 
 def test_a_closed_engine_is_not_called() -> None:
-    from sglang_pd.backends.mooncake_engine import Engine
+    from sglang_pd.backends.mooncake.engine import Engine
 
     engine = object.__new__(Engine)
     engine._raw = None

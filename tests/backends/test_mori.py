@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd.backends.base import TransferState
-from sglang_pd.backends.library_process import ProcessIdentity
-from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_transfer import LibraryTransfer
-from sglang_pd.backends.mori_blob import ENVELOPE, MAGIC, EngineBlob, SegmentEntry, decode_blob
-from sglang_pd.backends.mori_options import MoriOptions, check_environment, mori_settings, parse_options
-from sglang_pd.backends.mori_pieces import pieces
-from sglang_pd.backends.mori_probe import _judge
+from sglang_pd.backends.library.process import ProcessIdentity
+from sglang_pd.backends.library.rows import Rows
+from sglang_pd.backends.library.transfer import LibraryTransfer
+from sglang_pd.backends.mori.blob import ENVELOPE, MAGIC, EngineBlob, SegmentEntry, decode_blob
+from sglang_pd.backends.mori.options import MoriOptions, check_environment, mori_settings, parse_options
+from sglang_pd.backends.mori.pieces import pieces
+from sglang_pd.backends.mori.probe import _judge
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError, TransferError
 

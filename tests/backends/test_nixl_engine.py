@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_pd.backends.library_process import ProcessIdentity, own_identity
-from sglang_pd.backends.library_transfer import LibraryTransfer
-from sglang_pd.backends.nixl_engine import Engine
-from sglang_pd.backends.nixl_options import NixlOptions
+from sglang_pd.backends.library.process import ProcessIdentity, own_identity
+from sglang_pd.backends.library.transfer import LibraryTransfer
+from sglang_pd.backends.nixl.engine import Engine
+from sglang_pd.backends.nixl.options import NixlOptions
 from sglang_pd.protocol.errors import PdError
 
 
@@ -137,7 +137,7 @@ def test_a_defect_ends_the_link_and_neither_the_call_nor_the_thread(engine: Engi
 
 
 def child_that_exited() -> ProcessIdentity:
-    code = "from sglang_pd.backends.library_process import own_identity as own; import msgspec as m; import sys"
+    code = "from sglang_pd.backends.library.process import own_identity as own; import msgspec as m; import sys"
     code += "; sys.stdout.buffer.write(m.msgpack.encode(own()))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     return msgspec.msgpack.decode(said, type=ProcessIdentity)

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_pd.backends.base import Segment, TransferState, check_batch
-from sglang_pd.backends.library_blob import SegmentEntry
-from sglang_pd.backends.library_process import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
-from sglang_pd.backends.library_rows import Rows
-from sglang_pd.backends.library_segments import allocate_host, check_mapped
-from sglang_pd.backends.library_transfer import LibraryTransfer
-from sglang_pd.backends.nixl_blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
-from sglang_pd.backends.nixl_options import NixlOptions, check_environment, may_use_rdma, parse_options
-from sglang_pd.backends.nixl_pieces import pieces, single_piece
-from sglang_pd.backends.nixl_probe import read_tables
+from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.process import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
+from sglang_pd.backends.library.rows import Rows
+from sglang_pd.backends.library.segments import allocate_host, check_mapped
+from sglang_pd.backends.library.transfer import LibraryTransfer
+from sglang_pd.backends.nixl.blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
+from sglang_pd.backends.nixl.options import NixlOptions, check_environment, may_use_rdma, parse_options
+from sglang_pd.backends.nixl.pieces import pieces, single_piece
+from sglang_pd.backends.nixl.probe import read_tables
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
-from sglang_pd.backends import mooncake_inbound, mooncake_links, mori_link, nixl_engine
-from sglang_pd.backends.library_process import own_identity
-from sglang_pd.backends.library_segments import Scope
-from sglang_pd.backends.mooncake_blob import Blob
-from sglang_pd.backends.mooncake_inbound import Inbound
-from sglang_pd.backends.mooncake_library import Library
-from sglang_pd.backends.mooncake_links import Links
-from sglang_pd.backends.mooncake_options import MooncakeOptions
-from sglang_pd.backends.mooncake_transfer import MooncakePeer, Outbound
-from sglang_pd.backends.nixl_engine import Engine
-from sglang_pd.backends.nixl_options import NixlOptions
+from sglang_pd.backends.library.process import own_identity
+from sglang_pd.backends.library.segments import Scope
+from sglang_pd.backends.mooncake import inbound as mooncake_inbound
+from sglang_pd.backends.mooncake import links as mooncake_links
+from sglang_pd.backends.mooncake.blob import Blob
+from sglang_pd.backends.mooncake.inbound import Inbound
+from sglang_pd.backends.mooncake.library import Library
+from sglang_pd.backends.mooncake.links import Links
+from sglang_pd.backends.mooncake.options import MooncakeOptions
+from sglang_pd.backends.mooncake.transfer import MooncakePeer, Outbound
+from sglang_pd.backends.mori import link as mori_link
+from sglang_pd.backends.nixl import engine as nixl_engine
+from sglang_pd.backends.nixl.engine import Engine
+from sglang_pd.backends.nixl.options import NixlOptions
 from sglang_pd.protocol.errors import PdError
 
 LIBRARY = Library(module=None, version="0.3.13", flags={}, has_tickets=False, has_arrays=False)

@@ -95,7 +95,7 @@ def worker(draw: random.Random, role: str, number: int, backend: str) -> dict[st
 def environment(backend: str) -> dict[str, str]:
     """What the transport's library must find; set in the worker's process alone."""
     if backend == "mooncake":
-        from sglang_pd.backends.mooncake import environment as of_mooncake
+        from sglang_pd.backends.mooncake.backend import environment as of_mooncake
 
         return dict(of_mooncake({"insecure_data_plane": True}))
     return dict(FORMS[backend][1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_pd.backends.mooncake import environment
+from sglang_pd.backends.mooncake.backend import environment
 
 MOONCAKE = {"insecure_data_plane": True}
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {

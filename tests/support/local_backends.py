@@ -8,9 +8,9 @@ import time
 
 import msgspec
 
-from sglang_pd.backends import local_link
-from sglang_pd.backends.local import LocalBackend
-from sglang_pd.backends.local_link import Hello, Welcome, unpack_address
+from sglang_pd.backends.local import link as local_link
+from sglang_pd.backends.local.backend import LocalBackend
+from sglang_pd.backends.local.link import Hello, Welcome, unpack_address
 from sglang_pd.backends.registry import create_backend
 
 SIZE = 1 << 22

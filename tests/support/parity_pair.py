@@ -40,7 +40,7 @@ class Transport:
 
 
 def _mooncake() -> Transport:
-    from sglang_pd.backends.mooncake import environment
+    from sglang_pd.backends.mooncake.backend import environment
 
     options = {"insecure_data_plane": True}
     return Transport("mooncake", options, environment(options), "mooncake")

@@ -26,7 +26,7 @@ def configuration(name: str) -> dict[str, Any]:
         pytest.skip(f"{module} is not installed here")
     conf = dict(conf)
     if name == "mooncake":
-        from sglang_pd.backends.mooncake import environment
+        from sglang_pd.backends.mooncake.backend import environment
 
         conf["env"] = dict(environment(conf["options"]))
     return conf

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.local_pair import LocalPair
 
-from sglang_pd.backends import local
+from sglang_pd.backends.local import backend as local
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.ranks.destination import DestinationSide, _Writers

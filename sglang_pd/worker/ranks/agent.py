@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
-from sglang_pd.backends.library_process import own_identity
+from sglang_pd.backends.library.process import own_identity
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ErrorInfo, LocalProtocolError, ManifestError, PdError, RoomError
 from sglang_pd.protocol.idx import Idx

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from sglang_pd.backends.library_process import ProcessIdentity
+from sglang_pd.backends.library.process import ProcessIdentity
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.manifest import RankId

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sglang_pd.backends.library_process import Watch as Process
+from sglang_pd.backends.library.process import Watch as Process
 from sglang_pd.protocol.errors import ErrorInfo, ManifestError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
 from sglang_pd.worker.ranks.orders import AnyOrder, Joined

@@ -84,7 +84,7 @@ def support(only: str = "") -> tuple[Support, ...]:
 
 def verified_on(backend: str) -> Mapping[str, str]:
     """Transport -> the hardware that the backend was last run on over it, as the backend says."""
-    module = importlib.import_module(f"sglang_pd.backends.{backend}")
+    module = importlib.import_module(f"sglang_pd.backends.{backend}.backend")
     found: Mapping[str, str] | None = getattr(module, "VERIFIED_ON", None)
     if found is None:
         with module.create(epoch=0, options={}) as made:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from sglang_pd.backends import mori, mori_library
 from sglang_pd.backends.base import Segment, TransferState
-from sglang_pd.backends.mori import MoriBackend, MoriPeer
+from sglang_pd.backends.mori import backend as mori
+from sglang_pd.backends.mori import library as mori_library
+from sglang_pd.backends.mori.backend import MoriBackend, MoriPeer
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError, TransferError

@@ -1,0 +1,1 @@
+"""Mooncake's transfer engine behind the common contract."""

@@ -1,0 +1,1 @@
+"""MORI-IO behind the common contract."""
