@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.bind import IndexLists
@@ -12,9 +12,6 @@ from sglang_pd.protocol.errors import PlanError
 from sglang_pd.protocol.idx import I64, Idx
 from sglang_pd.protocol.kinds import Prompt, first_page, list_count
 from sglang_pd.protocol.spaces import AnySpace, Page, RecurrentSlot, RequestRow, SwaTok
-
-if TYPE_CHECKING:
-    from sglang_pd.memory.allocator import Allocator
 
 
 class LeaseState(Enum):
@@ -65,6 +62,22 @@ class Tables:
     slot: Idx[RecurrentSlot] | None = None
 
 
+class Lender(Protocol):
+    """What a lease asks of the allocator that made it."""
+
+    def extend(self, lease: Lease, tokens: int, window_stop: int) -> None:
+        """Hold pages for `tokens` positions, and those of a window that ends at `window_stop`: all or nothing."""
+
+    def trim(self, lease: Lease, stop: int) -> None:
+        """Give back window pages that lie wholly before the window of `stop`."""
+
+    def require_alone(self, lease: Lease) -> None:
+        """Raise `LeaseError` where anything but the lease's own prefix is held by another lease too."""
+
+    def finish(self, lease: Lease, withheld: str, now_s: float) -> None:
+        """Take everything back; withheld: the reason why none of it may be used yet."""
+
+
 class Lease:
     """Memory of one request; made by `Allocator.lease`. Not thread-safe: the control thread owns it.
 
@@ -72,8 +85,8 @@ class Lease:
     transfer reads; then only quarantine, never release, ends the lease.
     """
 
-    def __init__(self, allocator: Allocator, generation: int) -> None:
-        self._allocator = allocator
+    def __init__(self, lender: Lender, generation: int) -> None:
+        self._lender = lender
         self.generation = generation
         """Positive, rising, never re-used by this allocator: names this use of the memory."""
         self.state = LeaseState.HELD
@@ -114,7 +127,7 @@ class Lease:
         self._require("be armed", LeaseState.HELD)
         if self._pins:
             raise LeaseError("a lease that is being read cannot be armed", where=f"generation {self.generation}")
-        self._allocator.require_alone(self)
+        self._lender.require_alone(self)
         self.state = LeaseState.ARMED
 
     def disarm(self) -> None:
@@ -154,13 +167,13 @@ class Lease:
                 "a lease that is being read cannot be released", where=f"generation {self.generation}",
                 actual=f"{self._pins} transfers", hint="Unpin when they are quiesced, or quarantine the lease.",
             )  # fmt: skip
-        self._allocator.finish(self, withheld="", now_s=0.0)
+        self._lender.finish(self, withheld="", now_s=0.0)
         self.state = LeaseState.FREED
 
     def quarantine(self, reason: str, now_s: float) -> None:
         """End the request, but withhold its memory until `Allocator.fenced(generation)`. Shared pages go back now."""
         self._require("be quarantined", LeaseState.HELD, LeaseState.ARMED)
-        self._allocator.finish(self, withheld=reason or "unnamed", now_s=now_s)
+        self._lender.finish(self, withheld=reason or "unnamed", now_s=now_s)
         self.state = LeaseState.QUARANTINED
 
     # --- size ---
@@ -172,13 +185,13 @@ class Lease:
         """
         self._require("grow", LeaseState.HELD)
         self._require_not_read_whole("grow")
-        self._allocator.extend(self, max(stop, self.tokens), stop)
+        self._lender.extend(self, max(stop, self.tokens), stop)
 
     def settle(self, stop: int) -> None:
         """Give back sliding-window pages that lie wholly before the window of `stop`."""
         self._require("settle", LeaseState.HELD)
         self._require_not_read_whole("shrink")
-        self._allocator.trim(self, stop)
+        self._lender.trim(self, stop)
 
     # --- what others see ---
 
