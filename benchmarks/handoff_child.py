@@ -89,14 +89,14 @@ class Child:
 
     def do_open(self, room: int, tokens: int, address: str, scattered: bool = False) -> None:
         ids = np.arange(tokens)
-        self.endpoint.open(room, address, ids, self.lists(0, -(-tokens // PAGE_TOKENS), scattered))
+        self.handle = self.endpoint.open(room, address, ids, self.lists(0, -(-tokens // PAGE_TOKENS), scattered))
 
     def do_await(self, room: int, kind: str) -> dict[str, float]:
         kinds = ENDS if kind == "end" else (EventKind(kind),)
         return {"at_s": self.until(room, kinds)}
 
     def do_abort(self, room: int) -> dict[str, float]:
-        self.endpoint.abort(room)
+        self.endpoint.abort(self.handle)
         return {"at_s": time.monotonic()}
 
     # --- many rooms ---------------------------------------------------------------------------------------------------

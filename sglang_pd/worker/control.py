@@ -194,13 +194,13 @@ class InstanceControl:
         self._pending.append(PendingOpen(facts, address, self._clock() + self.config.peer_wait_s, declined))
         self._try_pending()
 
-    def abort(self, room: int, error: ErrorInfo) -> None:
-        """Give a room up."""
-        for pending in [p for p in self._pending if p.facts.room == room and p.declined is None]:
+    def abort(self, handle: int, error: ErrorInfo) -> None:
+        """Give the room up that goes by that handle."""
+        for pending in [p for p in self._pending if p.facts.handle == handle and p.declined is None]:
             self._pending.remove(pending)
             self._refuse(pending.facts, RoomError(error.message, code=error.code), EventKind.ABORTED)
         if self.desk is not None:
-            self.desk.abort(room, error, self._clock())
+            self.desk.abort(handle, error, self._clock())
 
     def drain(self, deadline_s: float) -> None:
         """Take no new rooms; give open ones `deadline_s` seconds, then fail them. The process waits for fences."""

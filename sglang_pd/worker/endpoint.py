@@ -185,6 +185,20 @@ class Endpoint:
         if len(self._past) > MAX_PAST:
             del self._past[next(iter(self._past))]
 
+    def _is_open(self, handle: int) -> bool:
+        """False for a room that has ended. Raises `RoomError` (`room_unknown`) for a handle that was never given."""
+        self._home.check()
+        if handle in self._open:
+            return True
+        if handle in self._past:
+            return False
+        raise RoomError(
+            "no such handle here",
+            code="room_unknown",
+            where=f"handle {handle}",
+            hint="Give `send`, `finish` and `abort` what `request` or `open` returned, not the room's id.",
+        )
+
     def poll(self) -> list[RoomEvent]:
         """Events since the last call, in order; after `close` those that were left. Never blocks.
 
@@ -209,10 +223,17 @@ class Endpoint:
         self._home.check()
         return self._event_fd
 
-    def abort(self, room: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted") -> None:
-        """Give a room up, in whatever state it is. Its memory comes back by RELEASABLE, after the fence."""
-        plain, error = _room_id(room), RoomError(wire_text(reason), code=code).info()
-        self._loop.submit(lambda: self.control.abort(plain, error))
+    def abort(
+        self, handle: int, reason: str = "the room was aborted on request", *, code: str = "room_aborted"
+    ) -> None:
+        """Give a room up, in whatever state it is. Its memory comes back by RELEASABLE, after the fence.
+
+        handle: what `request` or `open` returned. Ignored for a room that has ended. Raises `RoomError`
+        (`room_unknown`) for a handle that was never returned.
+        """
+        error = RoomError(wire_text(reason), code=code).info()
+        if self._is_open(handle):
+            self._loop.submit(lambda: self.control.abort(handle, error))
 
     def drain(self, deadline_s: float = 30.0) -> None:
         """Take no new rooms; open ones have `deadline_s` seconds. `drained` turns True when none is left."""
@@ -349,20 +370,6 @@ class PrefillEndpoint(Endpoint):
         """
         if self._is_open(handle):
             self.agent.handoff(handle, covered_tokens, record)
-
-    def _is_open(self, handle: int) -> bool:
-        """False for a room that has ended."""
-        self._home.check()
-        if handle in self._open:
-            return True
-        if handle in self._past:
-            return False
-        raise RoomError(
-            "no such handle here",
-            code="room_unknown",
-            where=f"handle {handle}",
-            hint="Give `send` and `finish` what `request` returned, not the room's id.",
-        )
 
 
 class DecodeEndpoint(Endpoint):

@@ -218,7 +218,7 @@ class Child:
         self.memory.wipe(self.memory.lists(lists), Prompt(tokens))
 
     def do_abort(self, room: int) -> None:
-        self.endpoint.abort(room)
+        self.endpoint.abort(self.by_room[room].handle)
 
     def do_drain(self, deadline_s: float = 5.0) -> None:
         self.endpoint.drain(deadline_s)

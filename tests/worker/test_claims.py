@@ -124,8 +124,8 @@ def test_a_cancel_that_meets_the_end_of_the_hand_over_is_not_lost(monkeypatch: p
 
 
 @pytest.mark.parametrize("room", [-1, 2**70])
-def test_abort_of_what_is_no_room_id_is_refused(pair: LocalPair, room: int) -> None:
-    with pytest.raises(RoomError, match="not a room id"):
+def test_abort_of_what_no_call_returned_is_refused(pair: LocalPair, room: int) -> None:
+    with pytest.raises(RoomError, match="no such handle"):
         pair.prefill.at.abort(room)
     with pytest.raises(TypeError):
         pair.prefill.at.abort([1])  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def test_an_endpoints_calls_are_refused_in_a_fork_by_name(pair: LocalPair) -> No
 
 def test_a_fork_takes_no_event_from_its_parent(pair: LocalPair) -> None:
     pair.start(1)
-    pair.prefill.at.abort(1)
+    pair.prefill.at.abort(pair.handles[1])
     wait_until(lambda: len(pair.prefill.at._events) >= 2)
     for _ in range(3):
         in_fork(pair.prefill.at.poll)

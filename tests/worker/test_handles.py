@@ -64,6 +64,25 @@ def test_a_handle_is_used_once(pair: LocalPair) -> None:
             pair.prefill.at.request(8, IDS, pair.prefill.lists(), handle=bad)
 
 
+def test_a_late_abort_harms_nobody(pair: LocalPair) -> None:
+    pair.start(7)
+    pair.complete(7)
+    pair.start(8)
+    pair.prefill.at.abort(pair.handles[7])
+    pair.complete(8)
+
+
+def test_an_abort_ends_the_room_of_its_handle_alone(pair: LocalPair) -> None:
+    one, two = (pair.prefill.at.request(room, IDS, pair.prefill.lists(room)) for room in (1, 2))
+    pair.prefill.at.abort(two)
+    assert pair.prefill.released(2) == ["aborted:room_aborted", "releasable"]
+    assert pair.prefill.of(1) == []
+    pair.prefill.at.abort(one)
+    assert pair.prefill.released(1) == ["aborted:room_aborted", "releasable"]
+    with pytest.raises(RoomError, match="no such handle"):
+        pair.decode.at.abort(1)  # a room's id
+
+
 def test_handles_of_two_incarnations_differ(pair: LocalPair) -> None:
     other = LocalPair()
     try:

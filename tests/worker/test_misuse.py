@@ -143,9 +143,9 @@ def test_a_room_whose_call_was_refused_was_never_in_use(pair: LocalPair) -> None
 def test_texts_that_utf8_cannot_say_do_not_pin_memory(pair: LocalPair) -> None:
     half = "\ud800"
     pair.prefill.at.request(30, IDS, pair.prefill.lists(), trace=Trace(half, half))
-    pair.decode.at.open(30, pair.address, IDS, pair.decode.lists(), trace=Trace(half, half))
+    handle = pair.decode.at.open(30, pair.address, IDS, pair.decode.lists(), trace=Trace(half, half))
     wait_until(lambda: pair.decode.at.stats()["rooms"] == 1)
-    pair.decode.at.abort(30, half)
+    pair.decode.at.abort(handle, half)
     assert pair.decode.released(30) == ["aborted:room_aborted", "releasable"]
     assert sorted(pair.prefill.released(30)) == ["aborted:room_aborted", "releasable"]
 

@@ -108,7 +108,7 @@ def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first
     on_loop(decode, lambda: [peering(decode).give_up(talk.epoch, lost) for talk in peering(decode).all()])
     assert decode.released(1) == decode.released(2) == ["failed:peer_lost", "releasable"]
     for room in (1, 2):
-        prefill.at.abort(room)
+        prefill.at.abort(pair.handles[room])
         prefill.released(room)
     for room, address in ((3, one), (4, other)):
         pair.handles[room] = prefill.at.request(room, IDS, prefill.lists(3 * room))

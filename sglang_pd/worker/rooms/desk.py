@@ -114,8 +114,8 @@ class RoomDesk:
         self.counts: Counter[str] = Counter()
         self._known: dict[tuple[Role, int], _Known] = {}
         self._claims = Claims()
-        self._handles: dict[int, int] = {}
-        """Rooms of prefill by their handles."""
+        self._handles: dict[int, tuple[Role, int]] = {}
+        """Rooms by their handles."""
         self._early_faults: dict[int, ErrorInfo] = {}
         self._owed_handles: dict[int, int] = {}
         """By generation, of rooms that are over and owe a proof."""
@@ -136,7 +136,7 @@ class RoomDesk:
             self._refuse(facts, error)
             return
         self._known[Role.PREFILL, facts.room] = _Known(facts)
-        self._handles[facts.handle] = facts.room
+        self._handles[facts.handle] = Role.PREFILL, facts.room
         early = self._early_faults.pop(facts.handle, None)
         self.watch.requested(
             facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens
@@ -148,10 +148,10 @@ class RoomDesk:
     def computed(self, handle: int, now_s: float) -> None:
         """Prefill: the whole prompt of the room that goes by that handle is computed."""
         self._now_s = now_s
-        room = self._handles.get(handle)
-        if room is not None:
+        if handle in self._handles:
+            role, room = self._handles[handle]
             self.watch.computed(room)
-            self._local(Role.PREFILL, room, Computed())
+            self._local(role, room, Computed())
 
     def open(self, facts: RoomFacts, peer_epoch: int, now_s: float) -> None:
         """Decode: memory is held, open the room at that peer. A refusal is an event for its handle."""
@@ -172,6 +172,7 @@ class RoomDesk:
             self._refuse(facts, error)
             return
         self._known[Role.DECODE, facts.room] = _Known(facts)
+        self._handles[facts.handle] = Role.DECODE, facts.room
         try:
             self._carry(Role.DECODE, effects)
             self._expose(facts, generation, peer_epoch, pairing)
@@ -212,10 +213,11 @@ class RoomDesk:
         self._now_s = now_s
         self._carry(Role.DECODE, self.decode.decline(room, peer_epoch, error))
 
-    def abort(self, room: int, error: ErrorInfo, now_s: float) -> None:
-        """Somebody of this side wants the room no more, in whichever role it is here."""
+    def abort(self, handle: int, error: ErrorInfo, now_s: float) -> None:
+        """This side wants the room that goes by that handle no more."""
         self._now_s = now_s
-        for role in (Role.PREFILL, Role.DECODE):
+        if handle in self._handles:
+            role, room = self._handles[handle]
             self._local(role, room, Cancel(error))
 
     def _refuse(self, facts: RoomFacts, error: PdError) -> None:
@@ -282,8 +284,9 @@ class RoomDesk:
         if report.generation:
             for role in (Role.PREFILL, Role.DECODE):
                 self._local(role, report.room, Fail(report.error), report.generation)
-        elif (room := self._handles.get(report.handle)) is not None:
-            self._local(Role.PREFILL, room, Fail(report.error))
+        elif report.handle in self._handles:
+            role, room = self._handles[report.handle]
+            self._local(role, room, Fail(report.error))
         elif len(self._early_faults) < MAX_EARLY_FAULTS:  # its rank was faster than the request
             self._early_faults[report.handle] = report.error
 

@@ -87,7 +87,7 @@ class DecodeRunner(Runner):
                 self._give_up(entry, error)
             else:
                 entry.cancelled = error
-                self._endpoint.abort(job.room, error.message, code=error.code)
+                self._endpoint.abort(entry.handle, error.message, code=error.code)
 
     # --- events ------------------------------------------------------------------------------------------------------
 

@@ -90,8 +90,8 @@ class PrefillRunner(Runner):
         """See `Runner`. Prefill does not know who will open the room, so that nobody can be told."""
 
     def _cancel_running(self, job: Job, error: ErrorInfo) -> None:
-        if any(entry.job is job for entry in self._jobs.values()):
-            self._endpoint.abort(job.room, error.message, code=error.code)
+        for entry in [entry for entry in self._jobs.values() if entry.job is job]:
+            self._endpoint.abort(entry.handle, error.message, code=error.code)
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class PrefillRunner(Runner):
                 log.exception("a defect when request %s was computed", entry.job.request_id)
             cause = defect(error)
             entry.stopped = True
-            self._endpoint.abort(entry.job.room, cause.message, code=cause.code)
+            self._endpoint.abort(entry.handle, cause.message, code=cause.code)
             self._settle(entry)
         return True
 
