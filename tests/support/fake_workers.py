@@ -323,7 +323,9 @@ class Cluster:
 async def cluster(
     prefills: int = 1, decodes: int = 1, host: str = "127.0.0.1", **config: Any
 ) -> AsyncIterator[Cluster]:
-    """A running router over so many fakes. config: of the router; probes are quick unless it says otherwise."""
+    """A running router over so many fakes, all in this thread, which a busy machine may hold up for a second. config: of
+    the router; probes are quick unless it says otherwise.
+    """
     bridge = Bridge()
     workers = {
         "prefill": [FakeWorker("prefill", bridge, f"p{i}", f"{0xA0 + i:016x}") for i in range(prefills)],
@@ -338,7 +340,7 @@ async def cluster(
     prepare = config.pop("prepare", None)
     if prepare is not None:
         prepare(everybody)
-    config["timeouts"] = {"probe_s": 0.05, **config.get("timeouts", {})}
+    config["timeouts"] = {"probe_s": 0.05, "connect_s": 5.0, **config.get("timeouts", {})}
     lists = {role: [worker.url for worker in found] for role, found in workers.items()}
     router = Router({**lists, **config})
     front = await serve_app(router.app, host=host, lifespan="on")

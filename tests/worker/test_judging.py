@@ -164,19 +164,18 @@ def test_strangers_are_bounded_in_bytes_and_forgotten(pair: LocalPair, monkeypat
     size = len(msgspec.msgpack.encode(manifest_of(pair, "stranger-00")))
     monkeypatch.setattr(peering, "MAX_STRANGER_BYTES", 4 * size + size // 2)
     monkeypatch.setattr(peering, "STRANGER_S", 3_600.0)
-    gc.collect()
-    before = len(pairings._used)
+    before = set(pairings._used)  # some of them may be a former test's, and go meanwhile
     with contextlib.ExitStack() as stack:
         for number in range(10):
             client = stack.enter_context(stranger(pair))
             client.send(hello(manifest_of(pair, f"stranger-{number:02}", number), epoch=number + 1))
             assert isinstance(decode(client.recv()).message, m.HelloReply)
         gc.collect()
-        assert len(pairings._used) == before + 4
+        assert len(set(pairings._used) - before) == 4
         monkeypatch.setattr(peering, "STRANGER_S", 0.0)
         wait_until(lambda: len(pair.prefill.at.peers()) == 1)
     gc.collect()
-    assert len(pairings._used) == before
+    assert not set(pairings._used) - before
     pair.start(2)
     pair.complete(2)
 

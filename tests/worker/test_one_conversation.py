@@ -101,9 +101,13 @@ def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first
     for room, address in ((1, one), (2, other)):
         pair.handles[room] = prefill.at.request(room, IDS, prefill.lists(3 * room))
         decode.at.open(room, address, IDS, decode.lists(3 * room))
-    wait_until(lambda: prefill.at.stats()["rooms"] == 2 and len(decode.at.peers()) == 1)
-    (talk,) = decode.at.peers()
-    assert {talk["address"], *talk["aliases"]} == {one, other} and talk["stage"] == "agreed"
+    wait_until(
+        lambda: (
+            [({talk["address"], *talk["aliases"]}, talk["stage"]) for talk in decode.at.peers()]
+            == [({one, other}, "agreed")]
+            and decode.at.stats()["rooms"] == 2
+        )
+    )
     lost = ErrorInfo(code="peer_lost", message="the connection broke")
     on_loop(decode, lambda: [peering(decode).give_up(talk.epoch, lost) for talk in peering(decode).all()])
     assert decode.released(1) == decode.released(2) == ["failed:peer_lost", "releasable"]
