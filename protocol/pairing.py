@@ -18,6 +18,7 @@ from sglang_pd.protocol.bind import (
 from sglang_pd.protocol.coverage import prove_coverage
 from sglang_pd.protocol.errors import IncompatiblePeer
 from sglang_pd.protocol.handshake import compare
+from sglang_pd.protocol.indices import IndexList
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.ledger import Expected
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
@@ -53,6 +54,7 @@ class Pairing:
         self.needed = NeededLists(
             needed_lists(prefill, self.kinds), needed_lists(decode, self.kinds), late_spaces(prefill, self.kinds)
         )
+        self._spare = (_spare(prefill, self.kinds), _spare(decode, self.kinds))
         self._compiler = Compiler(prefill, decode)
         self._plans: dict[tuple[RankId, RankId], Plan] = {}
         self._proven: set[RankId] = set()
@@ -80,6 +82,13 @@ class Pairing:
     def room(self, prompt: Prompt, src: IndexLists, dst: IndexLists) -> RoomIndices:
         """Check a room's index lists once, for all rank pairs. Raises as `bind.check_lists` and `prefix_unaligned`."""
         return RoomIndices.of(self.needed, prompt, src, dst)
+
+    def needed_of(self, lists: tuple[IndexList, ...], *, source: bool) -> tuple[IndexList, ...]:
+        """One side's own lists without those of components that the other side lacks. Lists of other spaces stay, to be
+        refused where they are unpacked.
+        """
+        spare = self._spare[0 if source else 1]
+        return tuple(one for one in lists if one.space not in spare) if spare else lists
 
     def all_plans(self) -> Iterable[tuple[RankId, RankId, Plan]]:
         """Every rank pair's plan."""
@@ -144,6 +153,12 @@ class Pairing:
             elif chunk.last:
                 result.append(Record(kind, 0, 0, 0, 0, True))
         return result
+
+
+def _spare(instance: InstanceManifest, kinds: tuple[str, ...]) -> frozenset[int]:
+    """Digests of the list spaces of an instance that only components outside `kinds` use."""
+    everything, needed = needed_lists(instance, instance.kinds), needed_lists(instance, kinds)
+    return frozenset(space.digest for space in everything if space not in needed)
 
 
 def refused(prefill: InstanceManifest, decode: InstanceManifest, verdict: Verdict) -> IncompatiblePeer:

@@ -323,8 +323,9 @@ class Cluster:
 async def cluster(
     prefills: int = 1, decodes: int = 1, host: str = "127.0.0.1", **config: Any
 ) -> AsyncIterator[Cluster]:
-    """A running router over so many fakes, all in this thread, which a busy machine may hold up for a second. config: of
-    the router; probes are quick unless it says otherwise.
+    """A running router over so many fakes, all in this thread, which a busy machine may hold up for a second.
+
+    config: of the router; probes are quick unless it says otherwise.
     """
     bridge = Bridge()
     workers = {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sglang_pd import ControlConfig, DecodeEndpoint, PrefillEndpoint, RankSetup, RoomEvent, create_backend, new_epoch
+from sglang_pd.memory.allocator import Allocator
 from sglang_pd.memory.layout import Capacity, layout_rank
 from sglang_pd.memory.pools import RankPools
 from sglang_pd.memory.scope import Scope
@@ -25,8 +26,12 @@ CONFIG = ControlConfig(instance_id="one", model="test", verify="full", peer_wait
 class Side:
     """One endpoint, and every event it gave."""
 
-    def __init__(self, kind: type[Any], name: str, **config: Any) -> None:
-        layout = layout_rank(StateSpec((KV,), layers=2), Capacity(32 * PAGE, PAGE), Topology(), RankId(0, 0))
+    def __init__(
+        self, kind: type[Any], name: str, *, components: tuple[ComponentSpec, ...] = (KV,), **config: Any
+    ) -> None:
+        state, capacity = StateSpec(components, layers=2), Capacity(32 * PAGE, PAGE, rows=4, slots=4)
+        layout = layout_rank(state, capacity, Topology(), RankId(0, 0))
+        self.allocator = Allocator(layout.roots)
         self.backend = create_backend("local", epoch=new_epoch())
         self.scope = Scope(self.backend)
         segments = self.scope.allocate_layout(layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -138,9 +138,7 @@ class RoomDesk:
         self._known[Role.PREFILL, facts.room] = _Known(facts)
         self._handles[facts.handle] = Role.PREFILL, facts.room
         early = self._early_faults.pop(facts.handle, None)
-        self.watch.requested(
-            facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens
-        )  # fmt: skip
+        self.watch.requested(facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens)
         self._carry(Role.PREFILL, effects)
         if early is not None:
             self._local(Role.PREFILL, facts.room, Fail(early))
@@ -163,6 +161,7 @@ class RoomDesk:
         try:
             prompt = Prompt(facts.prompt_tokens, facts.prefix_tokens)
             check_prefix(pairing.needed.dst, prompt)
+            facts = replace(facts, lists=pairing.needed_of(facts.lists, source=False))
             lists = unpack(pairing.needed.dst, facts.lists)
             check_lists(pairing.needed.dst, lists, prompt, "destination")
             self._claims.take(facts.handle, lists)
@@ -442,7 +441,8 @@ class RoomDesk:
             return
         prompt = Prompt(effect.open.prompt_tokens, effect.open.prefix_tokens)
         try:
-            src = unpack(pairing.needed.src, facts.lists)
+            own = pairing.needed_of(facts.lists, source=True)
+            src = unpack(pairing.needed.src, own)
             pairing.room(prompt, src, unpack(pairing.needed.dst, effect.open.index_lists))
         except PdError as error:
             self._local(Role.PREFILL, effect.room, Fail(error.info()))
@@ -450,7 +450,7 @@ class RoomDesk:
         verify = chosen(effect.room, self._verify_mode)
         self.watch.started(effect.open, pairing)
         self._local(Role.PREFILL, effect.room, Bound(pairing.expected(prompt)))
-        order = self._begin(effect.open, peer_epoch.epoch, src_lists=facts.lists, verify=verify)
+        order = self._begin(effect.open, peer_epoch.epoch, src_lists=own, verify=verify)
         self._outside.order(msgspec.structs.replace(order, handle=facts.handle))
 
     def _begin(self, message: RoomOpen, peer_epoch: int, *, src_lists: tuple[IndexList, ...], verify: bool) -> Begin:
