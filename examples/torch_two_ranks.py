@@ -29,7 +29,7 @@ from sglang_pd.memory.layout import Capacity
 from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
 from sglang_pd.protocol.manifest import RankId, Topology
-from sglang_pd.worker.endpoint import Network
+from sglang_pd.worker.setup import Network
 
 TP, LAYERS, HEADS, DIM, PAGE = 2, 3, 4, 16, 8
 PARTS = ("k", "v")

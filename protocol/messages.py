@@ -127,8 +127,10 @@ class Hello(Message, frozen=True, kw_only=True):
 class HelloReply(Message, frozen=True, kw_only=True):
     """Prefill's answer: its own manifest, its verdict, and the digest of the plans it compiled (0 when refused).
 
-    peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. fenced: those of `Hello.lost` for
-    which no rank of this manifest writes any more. Other fields as in `Hello`.
+    peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. fenced: those of `Hello.lost` under
+    which nothing is written any more, said by the control that spoke under them, or by a later one of its process.
+    control: random, of the control that answers; another one over the same ranks has replaced it. Other fields as in
+    `Hello`.
     """
 
     instance: Name
@@ -142,6 +144,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     liveness_ms: Millis
     software: Value = ""
     fenced: Epochs = ()
+    control: U64 = 0
 
     def __post_init__(self) -> None:
         if self.liveness_ms < 2 * self.heartbeat_ms:

@@ -115,6 +115,11 @@ class RoomTable(Generic[R]):
         """
         return not self._unproven.get(own_epoch) and all(peer.own_epoch != own_epoch for peer in self.peers.values())
 
+    def through_with(self, own_epoch: int) -> bool:
+        """The same for a side that ends, whose rooms are all releasable: peers may be there still."""
+        unproven = any(peer.unproven for peer in self.peers.values() if peer.own_epoch == own_epoch)
+        return not unproven and not self._unproven.get(own_epoch)
+
     def _drop_if_idle(self, peer: Peer) -> None:
         if peer.lost is not None and not self._by_peer.get(peer.epoch):
             self.peers.pop(peer.epoch, None)

@@ -32,7 +32,7 @@ HISTORY: tuple[tuple[Version, str], ...] = (
     (
         Version(2, 0),
         "The hash covers the envelope, too: a message cannot turn into one of another type. `Hello.lost` and "
-        "`HelloReply.fenced`: a writer that lives is its own fence for what was lost.",
+        "`HelloReply.fenced`: a writer that lives is its own fence for what was lost. `HelloReply.control`.",
     ),
 )
 """Every version, oldest first, with what changed."""

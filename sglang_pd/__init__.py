@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang_pd.backends.registry import create_backend as create_backend
     from sglang_pd.worker.endpoint import DecodeEndpoint as DecodeEndpoint
-    from sglang_pd.worker.endpoint import Network as Network
     from sglang_pd.worker.endpoint import PrefillEndpoint as PrefillEndpoint
     from sglang_pd.worker.endpoint import RankEndpoint as RankEndpoint
-    from sglang_pd.worker.endpoint import RankSetup as RankSetup
-    from sglang_pd.worker.endpoint import Trace as Trace
-    from sglang_pd.worker.endpoint import handle_of as handle_of
-    from sglang_pd.worker.endpoint import new_epoch as new_epoch
     from sglang_pd.worker.events import EventKind as EventKind
     from sglang_pd.worker.events import RoomEvent as RoomEvent
     from sglang_pd.worker.settings import ControlConfig as ControlConfig
+    from sglang_pd.worker.setup import Network as Network
+    from sglang_pd.worker.setup import RankSetup as RankSetup
+    from sglang_pd.worker.setup import Trace as Trace
+    from sglang_pd.worker.setup import handle_of as handle_of
+    from sglang_pd.worker.setup import new_epoch as new_epoch
     from sglang_pd.worker.wakeups import prefer_latency as prefer_latency
 
 _WHERE = {
     "create_backend": "sglang_pd.backends.registry",
     "ControlConfig": "sglang_pd.worker.settings",
     "DecodeEndpoint": "sglang_pd.worker.endpoint",
-    "Network": "sglang_pd.worker.endpoint",
+    "Network": "sglang_pd.worker.setup",
     "PrefillEndpoint": "sglang_pd.worker.endpoint",
     "RankEndpoint": "sglang_pd.worker.endpoint",
-    "RankSetup": "sglang_pd.worker.endpoint",
-    "Trace": "sglang_pd.worker.endpoint",
-    "handle_of": "sglang_pd.worker.endpoint",
-    "new_epoch": "sglang_pd.worker.endpoint",
+    "RankSetup": "sglang_pd.worker.setup",
+    "Trace": "sglang_pd.worker.setup",
+    "handle_of": "sglang_pd.worker.setup",
+    "new_epoch": "sglang_pd.worker.setup",
     "EventKind": "sglang_pd.worker.events",
     "RoomEvent": "sglang_pd.worker.events",
     "prefer_latency": "sglang_pd.worker.wakeups",

@@ -15,9 +15,9 @@ from sglang_pd.config import WorkerConfig
 from sglang_pd.engines.base import DecodeItem, Engine, Output, PrefillChunk, Request, Sampling
 from sglang_pd.engines.registry import create_engine
 from sglang_pd.memory.allocator import Policy
-from sglang_pd.worker.endpoint import new_epoch
 from sglang_pd.worker.serving.instances import plan_instance
 from sglang_pd.worker.serving.parts import Memory, Parts, assemble
+from sglang_pd.worker.setup import new_epoch
 
 
 class Whole:

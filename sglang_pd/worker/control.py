@@ -71,6 +71,8 @@ class InstanceControl:
         self.ranks = Ranks(config.topology, config.rank_liveness_s)
         self._by_party: dict[Party, RankId] = {}
         self._reports: list[tuple[RankId, AnyReport]] = []
+        self.called = True
+        """Whether peers may call here. A decode calls, and tells its memory to nobody else."""
         self.peering: Peering | None = None
         self.desk: RoomDesk | None = None
         self._pending: list[PendingOpen] = []
@@ -124,6 +126,7 @@ class InstanceControl:
         self.ranks.fault = None
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
         self.peering = Peering(own, self.link, self, self.desk.seeking)
+        self.peering.called = self.called
         self.desk.watch = self.watch
         calls, self._calls_before_ready = self._calls_before_ready, []
         for address, key in calls:
@@ -326,6 +329,11 @@ class InstanceControl:
     def fenced(self, own_epoch: int) -> bool:
         """See `peering.Heard`."""
         return self.desk is not None and self.desk.prefill.fenced(own_epoch)
+
+    def leave(self) -> None:
+        """This side ends, and has given all its memory back."""
+        if self.desk is not None and self.peering is not None:
+            self.peering.leave(self.desk.prefill.through_with)
 
     def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
         """See `peering.Heard`."""

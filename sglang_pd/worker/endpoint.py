@@ -13,85 +13,37 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
-
-from sglang_pd.backends.base import DEFAULT_DEADLINE_S, Backend, Segment
 from sglang_pd.backends.home import Home
 from sglang_pd.memory.holding import hold, let_go
 from sglang_pd.protocol.bind import Chunk, IndexLists
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
-from sglang_pd.protocol.manifest import Component, RankId
 from sglang_pd.protocol.messages import MAX_VALUE
 from sglang_pd.worker.control import PEERS, RANKS, InstanceControl
 from sglang_pd.worker.events import TERMINAL_EVENTS, EventKind, RoomEvent
 from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.peers.link import CurveKeys, Link
-from sglang_pd.worker.ranks.agent import RankAgent, RankFacts
-from sglang_pd.worker.ranks.memory_view import DeviceDigest
+from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.remote_rank import RemoteRank
 from sglang_pd.worker.rooms.desk import RoomFacts
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.setup import UNTRACED, Network, RankSetup, TokenIds, Trace
 from sglang_pd.worker.watch import Watch
 
 log = logging.getLogger("sglang_pd.worker")
 
-DEFAULT_BIND: Final = "tcp://127.0.0.1:0"
 MAX_ROOM: Final = 2**63 - 1
 MAX_PAST: Final = 65_536
-TokenIds = Sequence[int] | NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """What a rank brings: its backend, and the components on segments that this backend registered.
-
-    epoch: the backend's epoch, random 64 bits for each process incarnation. deadline_s: after which a transfer is
-    UNKNOWN. device_digest: digests of device memory, for `verify`.
-    """
-
-    backend: Backend
-    components: tuple[Component, ...]
-    segments: tuple[Segment, ...]
-    rank: RankId = field(default_factory=lambda: RankId(0, 0))
-    deadline_s: float = DEFAULT_DEADLINE_S
-    device_digest: DeviceDigest | None = None
-
-    def facts(self) -> RankFacts:
-        """The rank's facts, with this host's identity for backends that work on one host only."""
-        return RankFacts(self.rank, self.backend.epoch, self.components, self.segments, host_identity())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Where a control listens. bind: for peers; ranks_bind: for own ranks of other processes, None: there are none."""
-
-    bind: str | None = DEFAULT_BIND
-    ranks_bind: str | None = None
-    curve: CurveKeys | None = None
-
-
-def host_identity() -> str:
-    """Names this boot of this host and this process's PID and network namespaces.
-
-    Within the first a pidfd proves a death; sockets that pass memory descriptors do not leave the second.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))])
-    except OSError:
-        return ""
 
 
 class Endpoint:
     """What both roles share. Use `PrefillEndpoint` or `DecodeEndpoint`."""
+
+    _called = True
+    """Whether peers may call here."""
 
     def __init__(
         self, config: ControlConfig, setup: RankSetup, network: Network | None = None, watch: Watch | None = None
@@ -139,6 +91,7 @@ class Endpoint:
             device_digest=setup.device_digest,
         )
         self.control.watch = self.watch
+        self.control.called = self._called
         self.agent.source.on_posted = self.watch.posted
         self.control.attach(self.agent)
         self._loop = WorkerLoop(self.link, self.control, self.agent, name=f"pd-{config.instance_id}")
@@ -294,6 +247,7 @@ class Endpoint:
             return
         self.link.close()
         if not self._unreleased and not self.agent.source.in_flight:
+            self.control.leave()
             let_go(self.agent.backend, self._holder)
         with self._polling:  # whoever reads it meanwhile must not read a descriptor that got its number
             fd, self._event_fd = self._event_fd, -1
@@ -309,17 +263,6 @@ class Endpoint:
 def pack_lists(lists: IndexLists) -> tuple[IndexList, ...]:
     """Typed index lists in their packed form, each with its space's digest."""
     return tuple(pack_indices(space.digest, idx.lower()) for space, idx in lists.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """How records and traces name a request. parent: W3C `traceparent`. Both are cut after 512 characters."""
-
-    request_id: str = ""
-    parent: str = ""
-
-
-UNTRACED: Final = Trace()
 
 
 class PrefillEndpoint(Endpoint):
@@ -374,6 +317,8 @@ class PrefillEndpoint(Endpoint):
 
 class DecodeEndpoint(Endpoint):
     """Decode's side: `open` a room at a prefill instance, wait for ADMITTED."""
+
+    _called = False
 
     def connect(self, address: str) -> None:
         """Shake hands with the prefill instance at `address` (`tcp://host:port`) before the first room needs it.
@@ -485,13 +430,3 @@ class RankEndpoint:
         self._remote.link.close()
         if self._home.here and not self.agent.source.in_flight and self.agent.destination.idle:
             let_go(self.agent.backend, self._holder)
-
-
-def handle_of(request_id: str) -> int:
-    """The same handle on every rank, 63 bits, for a request id that is unique for each try."""
-    return xxhash.xxh3_64_intdigest(request_id.encode()) >> 1 or 1
-
-
-def new_epoch() -> int:
-    """A random 64-bit epoch for a backend of this process incarnation."""
-    return secrets.randbits(64) or 1

@@ -16,12 +16,13 @@ from sglang_pd.engines.base import Sampling
 from sglang_pd.engines.reference import ReferenceEngine
 from sglang_pd.memory.allocator import Policy
 from sglang_pd.protocol.errors import ErrorInfo
-from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint, new_epoch
+from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint
 from sglang_pd.worker.jobs import Failed, Finished, Job, Token, Update
 from sglang_pd.worker.serving.decode_runner import DecodeRunner
 from sglang_pd.worker.serving.parts import Memory, assemble
 from sglang_pd.worker.serving.prefill_runner import PrefillRunner
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.setup import new_epoch
 
 WAIT_S = 20.0
 

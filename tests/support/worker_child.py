@@ -33,17 +33,11 @@ from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.protocol.room import Limits
 from sglang_pd.testing import faults
-from sglang_pd.worker.endpoint import (
-    DecodeEndpoint,
-    Network,
-    PrefillEndpoint,
-    RankEndpoint,
-    RankSetup,
-    new_epoch,
-)
+from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint, RankEndpoint
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.peers.link import CurveKeys
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.setup import Network, RankSetup, new_epoch
 from sglang_pd.worker.wakeups import prefer_latency
 
 

@@ -82,15 +82,23 @@ def hello(manifest: InstanceManifest | dict[str, Any], epoch: int = 7) -> bytes:
 
 
 @contextlib.contextmanager
-def stranger(pair: LocalPair) -> Iterator[zmq.Socket[bytes]]:
+def stranger(pair: LocalPair, address: str = "") -> Iterator[zmq.Socket[bytes]]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger, client.rcvtimeo = 0, 20_000
-        client.connect(pair.address)
+        client.connect(address or pair.address)
         yield client
 
 
 def count(pair: LocalPair, name: str) -> float:
     return pair.prefill.at.stats().get(f"count_{name}", 0.0)  # type: ignore[no-any-return]
+
+
+def test_a_decode_tells_nobody_who_calls_it_of_its_memory(pair: LocalPair) -> None:
+    """Who got its manifest there could state it at a prefill, and have that one write over its rooms."""
+    with stranger(pair, pair.decode.at.address) as client:
+        client.send(hello(manifest_of(pair, "another decode")))
+        answer = decode(client.recv()).message
+    assert isinstance(answer, m.Refusal) and answer.error.code == "feature_unsupported"
 
 
 def test_rooms_go_on_while_a_stranger_is_judged(pair: LocalPair, gate: Gate) -> None:

@@ -20,8 +20,8 @@ from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import ConfigError, ManifestError, PdError, RoomError
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker.endpoint import Trace
 from sglang_pd.worker.ranks import source
+from sglang_pd.worker.setup import Trace
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ class Conversation:
     address: where this side calls, empty for callers. server_key: the CURVE key it was given to call there. aliases:
     other addresses at which the same instance answered. wanted: keep calling it, rooms or not. paired: what the own
     ranks said of their connections. left: epochs of the peer that this side lost, and against which it seeks proof.
+    control: which control of that instance answered (`HelloReply.control`).
     """
 
     party: Party
@@ -108,6 +109,7 @@ class Conversation:
     paired: dict[RankId, ErrorInfo | None] = field(default_factory=dict)
     transports: set[str] = field(default_factory=set)
     left: tuple[int, ...] = ()
+    control: int = 0
 
     def describe(self) -> dict[str, Any]:
         """Its state as plain data."""
@@ -173,12 +175,14 @@ def offer(own: Self, talk: Conversation, fenced: tuple[int, ...]) -> HelloReply:
         heartbeat_ms=own.heartbeat_ms,
         liveness_ms=own.liveness_ms,
         fenced=fenced,
+        control=own.epoch,
     )
 
 
 def confirm(own: Self, talk: Conversation, message: HelloReply, judged: Judged) -> HelloConfirm:
     """Decode's side of the answer that was judged: compare verdicts and digests."""
     _take(talk, message, judged)
+    talk.control = message.control
     digest = talk.pairing.digest if talk.pairing else 0
     own_verdict = _verdict(talk)
     settle(talk, own_verdict == message.verdict and digest == message.plan_digest)

@@ -21,6 +21,7 @@ from sglang_pd.backends.home import Home
 from sglang_pd.protocol.errors import ConfigError, RoomError
 from sglang_pd.worker.peers.dialing import Dial, split
 from sglang_pd.worker.peers.resolve import Resolver
+from sglang_pd.worker.peers.routing_ids import scattered
 
 MAX_FRAME_BYTES = 32 * 2**20
 SEND_HIGH_WATER, RECEIVE_HIGH_WATER = 1_000, 64
@@ -94,7 +95,8 @@ class Link:
 
         Raises `ConfigError` naming the address for a port that is taken or an address that is not this host's.
         """
-        router = self._context.socket(zmq.ROUTER)
+        with scattered():
+            router = self._context.socket(zmq.ROUTER)
         self._prepare(router)
         router.setsockopt(zmq.IPV6, int("[" in address))  # else 127.0.0.1 would be told as a mapped IPv6 address
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -90,6 +90,7 @@ class Peering:
         self._refusals = Refusals()
         self.counts: Counter[str] = Counter()
         self.draining = False
+        self.called = True
 
     # --- asked by the control ----------------------------------------------------------------------------------------
 
@@ -186,6 +187,10 @@ class Peering:
     def _on_hello(self, party: Party, talk: Conversation | None, epoch: int, message: Hello, now_s: float) -> None:
         if isinstance(party, Called):
             raise RemoteProtocolError("who is called does not say Hello", where="Hello")
+        if not self.called:
+            raise RemoteProtocolError(
+                "a decode is not called", code="feature_unsupported", where="Hello", expected="the address of a prefill"
+            )
         if self.draining:
             raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
         check_rules(message)
@@ -243,8 +248,15 @@ class Peering:
         another control's epochs it knows nothing, whose ranks may still write.
         """
         speaking = {talk.own_epoch for talk in self._callers.values()}
-        over = (epoch for epoch in message.lost if epoch in self._issued and epoch not in speaking)
-        return tuple(epoch for epoch in over if self._heard.fenced(epoch))
+        own = {epoch for epoch in message.lost if epoch in self._issued and epoch not in speaking}
+        return tuple(
+            epoch for epoch in message.lost
+            if Issued.was_through(epoch) or (epoch in own and self._heard.fenced(epoch))
+        )  # fmt: skip
+
+    def leave(self, fenced: Callable[[int], bool]) -> None:
+        """See `Issued.leave`."""
+        self._issued.leave(fenced)
 
     def _hello(self, talk: Conversation) -> Hello:
         talk.left = tuple(epoch for epoch in talk.left if self._seeking.open(epoch))
@@ -277,6 +289,10 @@ class Peering:
         if talk.stage is Stage.AGREED or stated != (talk.own_epoch, self.own.digest):
             self.counts["late_replies"] += 1
             return
+        other = self._speakers.same(judged.manifest)
+        if other is not None and other is not talk and not other.source and other.control != message.control:
+            # One control at a time has these ranks: this one has replaced the other.
+            self._drop(other, ErrorInfo(code="peer_lost", message="another control answers for the same ranks"))
         if self._merged(talk, self._speakers.same(judged.manifest)):
             return
         for epoch in set(message.fenced) & set(talk.left):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Final
 
 from sglang_pd.protocol.manifest import InstanceManifest, RankId
 
@@ -48,8 +49,11 @@ class Seeking:
         return [epoch for epoch, ranks in self._settling.items() if rank in ranks]
 
     def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
-        """Whether just these ranks wrote as that peer, so that they may speak for all of it; and have not yet."""
-        return peer_epoch not in self._settling and self._writers.get(peer_epoch) == _epochs(manifest)
+        """Whether an instance may speak for that peer, and has not yet: it has just the ranks that wrote, or, made anew
+        in the same process, none of them.
+        """
+        writers, ranks = self._writers.get(peer_epoch, frozenset()), _epochs(manifest)
+        return peer_epoch not in self._settling and bool(writers) and (writers == ranks or not writers & ranks)
 
     def prove(self, peer_epoch: int, rank: RankId) -> list[int]:
         """A rank has the proof; gives the rooms that waited for it."""
@@ -98,8 +102,25 @@ class Seeking:
 class Issued:
     """Epochs under which this side spoke, or offered to, as a prefill: the latest `MAX_ISSUED`."""
 
+    _through: ClassVar[OrderedDict[int, None]] = OrderedDict()
+    """Those of former controls of this process that ended when nothing was written any more."""
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self) -> None:
         self._epochs: OrderedDict[int, None] = OrderedDict()
+
+    def leave(self, fenced: Callable[[int], bool]) -> None:
+        """This control ends: what it was through with a later one of the process may say."""
+        with self._lock:
+            self._through.update(dict.fromkeys(epoch for epoch in self._epochs if fenced(epoch)))
+            while len(self._through) > MAX_ISSUED:
+                self._through.popitem(last=False)
+
+    @classmethod
+    def was_through(cls, epoch: int) -> bool:
+        """Whether a former control of this process spoke under it, and nothing of that is written any more."""
+        with cls._lock:
+            return epoch in cls._through
 
     def add(self, epoch: int) -> None:
         """A conversation begins."""

@@ -13,8 +13,8 @@ from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.views import segment_tensor
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.manifest import RankId, Topology
-from sglang_pd.worker.endpoint import RankSetup
 from sglang_pd.worker.ranks.device_digest import digest_device_rows
+from sglang_pd.worker.setup import RankSetup
 
 
 @dataclass(frozen=True, kw_only=True)

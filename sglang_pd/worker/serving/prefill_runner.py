@@ -14,11 +14,12 @@ from sglang_pd.memory.lease import Lease
 from sglang_pd.protocol.errors import ErrorInfo, PdError, RoomError
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.room import Role
-from sglang_pd.worker.endpoint import PrefillEndpoint, Trace
+from sglang_pd.worker.endpoint import PrefillEndpoint
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Failed, Finished, Job, Scores, Token
 from sglang_pd.worker.serving.parts import Parts
 from sglang_pd.worker.serving.runner import Bounds, Runner, defect
+from sglang_pd.worker.setup import Trace
 from sglang_pd.worker.watch import Watch
 
 log = logging.getLogger("sglang_pd.runner")

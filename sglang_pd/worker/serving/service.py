@@ -35,7 +35,7 @@ from sglang_pd.memory.allocator import Policy, pool_name
 from sglang_pd.observe import AdminServer, Identity, Recorder, Settings
 from sglang_pd.protocol.errors import ConfigError, ErrorInfo
 from sglang_pd.protocol.room import Limits, Role
-from sglang_pd.worker.endpoint import DecodeEndpoint, Network, PrefillEndpoint, new_epoch
+from sglang_pd.worker.endpoint import DecodeEndpoint, PrefillEndpoint
 from sglang_pd.worker.peers.link import CurveKeys
 from sglang_pd.worker.serving.decode_runner import DecodeRunner
 from sglang_pd.worker.serving.instances import Planned, plan_instance
@@ -43,6 +43,7 @@ from sglang_pd.worker.serving.parts import Memory, Parts, assemble
 from sglang_pd.worker.serving.prefill_runner import PrefillRunner
 from sglang_pd.worker.serving.runner import Bounds, Runner
 from sglang_pd.worker.settings import ControlConfig
+from sglang_pd.worker.setup import Network, new_epoch
 from sglang_pd.worker.watch import Watch
 
 log = logging.getLogger("sglang_pd.worker")
