@@ -187,6 +187,14 @@ class Transfer(abc.ABC):
         """
         return self.quiesced
 
+    def cancel(self) -> None:
+        """Give it up if nothing of it was handed over yet: soon FAILED (`TransferError` `transfer_failed`).
+
+        No effect otherwise. Idempotent, from the owner's thread. A transfer behind an `after` event that has not
+        happened is the case it is for, except where a device's own queue was put behind the event: that is handed over.
+        """
+        return None
+
 
 class Backend(abc.ABC):
     """A transport of one worker incarnation. Use as a context manager, or call `close`."""

@@ -40,8 +40,8 @@ class Work(Generic[Piece, Call]):
     pieces: what is still to be handed over; nothing is computed before the first is taken. host_only: neither side is
         device memory. after: the event that the source bytes depend on.
     upcoming: the next piece, looked at. calls: handed over and not finished.
-    exhausted: no more will be handed over; complete: because all of it was. broken: a call ended without success, or
-        its end cannot be believed. failed: why no more goes.
+    begun: it was tried to hand some of it over. exhausted: no more will be handed over; complete: because all of it
+        was. broken: a call ended without success, or its end cannot be believed. failed: why no more goes.
     """
 
     transfer: LibraryTransfer
@@ -50,6 +50,7 @@ class Work(Generic[Piece, Call]):
     after: Any = None
     upcoming: Piece | None = None
     calls: list[Call] = field(default_factory=list)
+    begun: bool = False
     exhausted: bool = False
     complete: bool = False
     broken: bool = False
@@ -131,7 +132,7 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
                 self._queue.rotate(-1)
                 continue
             if work.failed is None and self._in_flight >= self.ends.most:
-                return False
+                return self._drop_cancelled()
             if work.failed is None and self._post_next(work):
                 return True
             self._queue.popleft()
@@ -139,7 +140,18 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
             return True
         return False
 
+    def _drop_cancelled(self) -> bool:
+        """Give up what was cancelled behind a transfer that keeps the library busy. True if anything moved."""
+        dropped = [work for work in self._queue if work.transfer.cancelled and not work.begun]
+        for work in dropped:
+            self._queue.remove(work)
+            work.failed = work.transfer.withdrawn()
+            self._exhaust(work)
+        return bool(dropped)
+
     def _why_not(self, work: Work[Piece, Call]) -> PdError | None:
+        if work.transfer.cancelled and not work.begun:
+            return work.transfer.withdrawn()
         error = self._refusal()
         if error is None and work.transfer.expired():
             self._news()
@@ -164,7 +176,7 @@ class LibraryLink(abc.ABC, Generic[Piece, Call]):
     def _post_next(self, work: Work[Piece, Call]) -> bool:
         """Hand over the next piece. False when that was the last, or it failed."""
         if work.peek() and work.upcoming is not None:
-            piece, work.upcoming = work.upcoming, None
+            piece, work.upcoming, work.begun = work.upcoming, None, True
             call = self._post(work, piece)
             if call is not None:
                 if work not in self._flying:

@@ -30,6 +30,8 @@ class LibraryTransfer(Transfer):
         self._looks = 0
         self._forks = fork_count()
         self._let_go = False
+        self.cancelled = False
+        """Whoever drives it looks at this before the first part of it is handed over."""
 
     @property
     def forked(self) -> bool:
@@ -79,6 +81,16 @@ class LibraryTransfer(Transfer):
     def source_free(self) -> bool:
         """See `Transfer`."""
         return self._let_go or self.quiesced
+
+    def cancel(self) -> None:
+        """See `Transfer`."""
+        self.cancelled = True
+
+    def withdrawn(self) -> PdError:
+        """The error of one that was cancelled in time."""
+        return TransferError(
+            "cancelled before anything was posted", where=f"write to peer {self._peer}", backend=self._backend
+        )
 
     def let_go(self) -> None:
         """The library holds no part of it any more, and the connection that carried it is closed."""

@@ -175,10 +175,19 @@ class CopyJob:
         self._planned = False
         self._pieces: deque[Piece] = deque()
         self._running = 0
+        self._begun = False
+        self._beginning = threading.Lock()
 
     def cancel(self, cause: PdError) -> None:
         """Copy nothing more than what is being copied; the job then settles with `cause`, unless all was copied."""
         self._cancelled = self._cancelled or cause
+
+    def withdraw(self, cause: PdError) -> bool:
+        """Copy nothing of it, and True; False, and no effect, where a copier has begun."""
+        with self._beginning:
+            if not self._begun:
+                self.cancel(cause)
+            return not self._begun
 
     def _plan(self) -> None:
         if self._grouped is not None:
@@ -190,8 +199,10 @@ class CopyJob:
 
     def take(self) -> Piece | None:
         """The next piece of work, or None when there is none to be had now."""
-        if self._cancelled or (self._planned and not self._pieces):
-            return None
+        with self._beginning:
+            if self._cancelled or (self._planned and not self._pieces):
+                return None
+            self._begun = True
         if not self._planned and self._running:
             return None
         self._running += 1

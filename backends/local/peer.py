@@ -74,7 +74,7 @@ class LocalPeer(Peer):
     def cancel(self, cause: PdError) -> None:
         """Start nothing more of what was posted."""
         for one in self._active:
-            one.cancel(cause)
+            one.stop(cause)
 
     def close(self) -> None:
         """Unmap the peer's memory, tell it so, and hang up. Only when `quiet`. Idempotent.

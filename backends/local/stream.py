@@ -97,6 +97,10 @@ class DevicePart:
     def cancel(self, cause: PdError) -> None:
         """A kernel that was launched cannot be stopped."""
 
+    def withdraw(self, cause: PdError) -> bool:
+        """See `Part`. The stream has it, whether or not the event before it has happened."""
+        return False
+
     def wait(self) -> None:
         """Block until the event completes, or CUDA fails."""
         try:

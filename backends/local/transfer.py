@@ -29,6 +29,9 @@ class Part(Protocol):
     def cancel(self, cause: PdError) -> None:
         """Start nothing more of it."""
 
+    def withdraw(self, cause: PdError) -> bool:
+        """Start nothing of it, and True; False, and no effect, where any of it was started."""
+
 
 class HeldPart:
     """A part that starts once `gate` has settled.
@@ -81,6 +84,13 @@ class HeldPart:
             self._error = cause
             self._gate.cancel(cause)
 
+    def withdraw(self, cause: PdError) -> bool:
+        """See `Part`."""
+        if self._part is not None or self._doubt is not None:
+            return False
+        self.cancel(cause)
+        return True
+
 
 class LocalTransfer(Transfer):
     """A transfer with a deadline. `failed`: it never started, for this reason."""
@@ -106,7 +116,7 @@ class LocalTransfer(Transfer):
             return TransferState.UNKNOWN
         late = self._state is TransferState.PENDING and time.monotonic() > self._deadline
         if late:  # before a look at the parts, which starts those whose event has come
-            self.cancel(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))
+            self.stop(TransferError("the transfer passed its deadline", code="transfer_timeout", where="local"))
         if all(part.settled for part in self._parts):
             errors = [part.error for part in self._parts if part.error is not None]
             self._error = errors[0] if errors else None
@@ -124,7 +134,17 @@ class LocalTransfer(Transfer):
         """See `Transfer`."""
         return self._error
 
-    def cancel(self, cause: PdError) -> None:
+    def cancel(self) -> None:
+        """See `Transfer`. What a device's stream was put behind the event is handed over."""
+        if fork_count() != self._forks:
+            return
+        cause = TransferError("cancelled before anything was posted", where="local")
+        # The copier's part is the last of two: where that has begun, the one before is not stopped either.
+        for part in reversed(self._parts):
+            if not part.withdraw(cause):
+                return
+
+    def stop(self, cause: PdError) -> None:
         """Start nothing more of it."""
         self._error = self._error or cause
         for part in self._parts:

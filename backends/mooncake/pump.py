@@ -86,6 +86,7 @@ class Pump:
     def post(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> None:
         """Take a transfer over."""
         transfer.assist = self.assist
+        transfer.give_up = lambda one: self.call(lambda: self._drop_cancelled(one))
         peer.posted += 1
         self._posted += 1
         self.counters["descriptors"] += len(transfer.pieces)
@@ -190,6 +191,15 @@ class Pump:
         if peer.found_lost is not None or not peer.connected:
             gone = TransferError("the peer was disconnected", where=f"mooncake, {peer.label}")
             self.halt(peer, peer.found_lost or gone)
+
+    def _drop_cancelled(self, transfer: MooncakeTransfer) -> None:
+        """Fail a transfer that its owner gave up, unless some of it was submitted."""
+        if transfer.cursor or transfer.halted:
+            return
+        transfer.halted = True
+        transfer.blame(transfer.withdrawn())
+        self._judge(transfer)
+        transfer.peer.waiting = deque(one for one in transfer.peer.waiting if one is not transfer)
 
     def _run(self) -> None:
         pause, moved_at = _FIRST_PAUSE_S, time.monotonic()
@@ -348,6 +358,9 @@ class Pump:
         moved, held = False, []
         while peer.waiting and not peer.suspect:
             transfer = peer.waiting[0]
+            if transfer.cancelled and not (transfer.cursor or transfer.halted):
+                self._drop_cancelled(transfer)
+                continue
             if not transfer.halted and not self._ready(transfer) and not transfer.halted:
                 held.append(transfer)
             elif not transfer.halted:

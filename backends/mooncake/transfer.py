@@ -40,6 +40,7 @@ class MooncakeTransfer(LibraryTransfer):
         self.left = False
         self.provable = False
         self.assist: Callable[[MooncakeTransfer], None] | None = None
+        self.give_up: Callable[[MooncakeTransfer], None] | None = None
 
     def poll(self) -> TransferState:
         """See `Transfer.poll`. Past its deadline a transfer is never seen PENDING, whether or not the pump has run."""
@@ -53,12 +54,18 @@ class MooncakeTransfer(LibraryTransfer):
             self.set_state(TransferState.FAILED)
         return self.decided()
 
+    def cancel(self) -> None:
+        """See `Transfer`."""
+        if not (self.forked or self.cancelled or self.give_up is None):
+            super().cancel()
+            self.give_up(self)
+
     def set_state(self, state: TransferState) -> None:
         """Move on; DONE and FAILED are final and let go of the arrays."""
         self.settle(state)
         if self.final:
             self.pieces = NO_ROWS
-            self.after = self.assist = None
+            self.after = self.assist = self.give_up = None
 
 
 @dataclass(slots=True)

@@ -14,6 +14,11 @@ from sglang_pd.testing.pattern import CANARY, batch_to_wire, pages
 def stays_clean(link: Link, for_s: float, what: str) -> None:
     """Re-own the destination: fill it with canaries and demand that they stay."""
     canaries(link.target)
+    unchanged(link, for_s, what)
+
+
+def unchanged(link: Link, for_s: float, what: str) -> None:
+    """Demand that the canaries in the destination stay."""
     for number, size in enumerate(link.target.sizes):
         late = link.target.call("watch", segment=number, nbytes=size, value=CANARY, for_s=for_s)
         require(late < 0, f"{what}: a byte landed at offset {late} of segment {number}")
@@ -51,6 +56,49 @@ def no_byte_after_fence(lab: Lab) -> Figures:
             ended = link.wait(one["transfer"], 0.0)
             require(ended["state"] == "done", f"live peer, fence True, and a transfer is {ended['state']}")
     return {"slowest_fence_ms": round(slowest * 1e3, 1)}
+
+
+@case
+def cancelled_before_its_event(lab: Lab) -> Figures:
+    """A transfer cancelled behind its event is FAILED soon and never lands, unless it was handed over already."""
+    link = lab.shared()
+    batch = pages(315, 64, 16384, link.writer.sizes, link.target.sizes)
+    link.move(batch)
+    canaries(link.target)
+    held = link.writer.call("write_held", peer=link.peer, batch=batch_to_wire(batch), deadline_s=60.0)
+    link.writer.call("cancel", transfer=held)
+    ended = link.wait(held, SLACK_S)
+    given_up = ended["state"] != "pending"
+    if given_up:
+        require(ended["state"] == "failed", f"a cancelled transfer is {ended['state']} before its event")
+        require(ended["error"]["code"] == "transfer_failed", f"cancelled, and it failed as {ended['error']['code']}")
+        require(link.fence(1.0)["proven"], "the only transfer under way was cancelled, and no fence")
+    link.writer.call("happen", transfer=held)
+    if given_up:
+        unchanged(link, 0.3, "after the event of a cancelled transfer")
+    else:
+        require(link.wait(held)["state"] == "done", "cancelled without effect, and not DONE behind its event")
+    return {"cancelled": "given up" if given_up else "handed over already"}
+
+
+@case
+def cancelled_under_way(lab: Lab) -> Figures:
+    """To cancel a transfer that is DONE, or under way, changes nothing of it."""
+    link = lab.shared()
+    batch = pages(316, 128, 16384, link.writer.sizes, link.target.sizes)
+    canaries(link.target)
+    posted = link.post(batch)
+    link.writer.call("cancel", transfer=posted["transfer"])
+    state = link.wait(posted["transfer"])["state"]
+    require(state in ("done", "failed"), f"a transfer to a live peer is {state} after it was cancelled")
+    if state == "failed":
+        unchanged(link, 0.3, "a transfer that was cancelled in time")
+        posted = link.post(batch)
+        require(link.wait(posted["transfer"])["state"] == "done", "a write after a cancelled one was not DONE")
+    link.writer.call("cancel", transfer=posted["transfer"])
+    require(link.wait(posted["transfer"])["state"] == "done", "DONE did not stay DONE after it was cancelled")
+    exact(link, batch, 317, "after a cancelled transfer")
+    return {"right_after_write": state}
 
 
 @case

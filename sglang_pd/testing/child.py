@@ -24,7 +24,7 @@ from sglang_pd.backends.base import Backend, Peer, Segment, Transfer, TransferSt
 from sglang_pd.backends.registry import create_backend, register_backend
 from sglang_pd.protocol.errors import ErrorInfo, PdError
 from sglang_pd.testing import memory
-from sglang_pd.testing.events import device_tensor, late_event
+from sglang_pd.testing.events import HostEvent, device_tensor, late_event
 from sglang_pd.testing.pattern import batch_from_wire
 from sglang_pd.testing.wire import Channel, ChannelClosed
 
@@ -44,6 +44,7 @@ class Child:
         self._segments: tuple[Segment, ...] = ()
         self._peers: dict[int, Peer] = {}
         self._transfers: dict[int, Transfer] = {}
+        self._events: dict[int, HostEvent] = {}
         self._next = 0
 
     # life
@@ -242,6 +243,23 @@ class Child:
             "error": error.info() if error else None,
             "write_s": took,
         }
+
+    def write_held(self, peer: int, batch: dict[str, bytes], deadline_s: float) -> int:
+        """Post behind an event that `happen` lets happen; the transfer's handle."""
+        event = HostEvent()
+        transfer = self._live.write(self._peers[peer], batch_from_wire(batch), after=event, deadline_s=deadline_s)
+        self._next += 1
+        self._transfers[self._next], self._events[self._next] = transfer, event
+        return self._next
+
+    def happen(self, transfer: int) -> None:
+        """Let the event of a transfer of `write_held` happen."""
+        self._events[transfer].set()
+
+    def cancel(self, transfer: int) -> None:
+        """Cancel a transfer, twice, as the contract allows."""
+        self._transfers[transfer].cancel()
+        self._transfers[transfer].cancel()
 
     def wait(self, transfer: int, within_s: float, settle: bool) -> dict[str, Any]:
         """State once it is not PENDING (`settle`: once it is final), or what it is after `within_s` seconds."""

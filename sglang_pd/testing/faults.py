@@ -200,6 +200,13 @@ class FaultyTransfer(Transfer):
             self.post = None
             self._state, self._error = TransferState.FAILED, cause
 
+    def cancel(self) -> None:
+        """See `Transfer`. What is `late` counts as handed over until it is posted; what was dropped is nowhere."""
+        if self._real is not None:
+            self._real.cancel()
+        elif self._state is TransferState.PENDING:
+            self.abandon(TransferError("cancelled before anything was posted", where="faulty"))
+
     def poll(self) -> TransferState:
         """See `Transfer`."""
         self.step()

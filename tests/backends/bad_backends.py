@@ -43,7 +43,7 @@ class BadBackend(WrappedBackend):
     def write(
         self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> Transfer:
-        if len(batch) == 0:
+        if len(batch) == 0 or after is not None:
             return super().write(peer, batch, after=after, deadline_s=deadline_s)
         return self.bad_write(peer, batch)
 
@@ -142,6 +142,37 @@ class AlwaysUnknown(BadBackend):
         return Claimed(batch.total_bytes, TransferState.UNKNOWN)
 
 
+class PostsCancelled(BadBackend):
+    """Says that a cancelled transfer has failed, and lets it land when its event comes."""
+
+    def write(
+        self, peer: Peer, batch: WriteBatch, *, after: Any = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Transfer:
+        posted = self.inner.write(peer, batch, after=after, deadline_s=deadline_s)
+        return posted if after is None else FailedInName(posted)
+
+    def fence(self, peer: Peer) -> bool:
+        return True
+
+
+class FailedInName(Claimed):
+    """FAILED from `cancel` on, whatever becomes of it."""
+
+    def __init__(self, posted: Transfer) -> None:
+        super().__init__(posted.nbytes, TransferState.PENDING)
+        self.posted = posted
+
+    def poll(self) -> TransferState:
+        return self.state if self.state is TransferState.FAILED else self.posted.poll()
+
+    @property
+    def error(self) -> PdError | None:
+        return TransferError("claimed") if self.state is TransferState.FAILED else self.posted.error
+
+    def cancel(self) -> None:
+        self.state = TransferState.FAILED
+
+
 MODES = {
     "none": BadBackend,
     "does_nothing": DoesNothing,
@@ -151,6 +182,7 @@ MODES = {
     "never_fences": NeverFences,
     "hangs_up_in_fork": HangsUpInFork,
     "always_unknown": AlwaysUnknown,
+    "posts_cancelled": PostsCancelled,
 }
 
 

@@ -18,6 +18,7 @@ EXPECTED = {
         "fork_leaves_all_to_its_parent": "not refused: fence",
     },
     "hangs_up_in_fork": {"fork_leaves_all_to_its_parent": "ended failed"},
+    "posts_cancelled": {"cancelled_before_its_event": "a byte landed"},
     "always_unknown": {"exact_single": "ended unknown", "clean_drain": "ended unknown"},
 }
 

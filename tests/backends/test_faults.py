@@ -1,6 +1,7 @@
 """The fault-injecting backend: each fault does what it says, and stays within the contract."""
 
 import inspect
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from sglang_pd.backends.base import Backend, Connecting, Peer, Segment, Transfer
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import ConfigError, TransferError
+from sglang_pd.testing.events import HostEvent
 from sglang_pd.testing.faults import Fault, FaultyBackend, FaultyTransfer, SlowConnecting, WrappedBackend, install
 from sglang_pd.testing.memory import fill, read_bytes
 from sglang_pd.testing.pattern import Ranges, make_batch
@@ -103,6 +105,28 @@ def test_delay_posts_later(make: Maker) -> None:
     pair.step(0.2)
     assert transfer.poll() is TransferState.DONE and pair.landed() == 4 * 4096
     assert pair.writer.fence(pair.peer) and pair.writer.progress_interval_s is None
+
+
+@pytest.mark.parametrize(("kind", "after"), [("delay", "FAILED"), ("late", "UNKNOWN"), ("drop", "PENDING")])
+def test_cancel_gives_up_what_waits_to_be_posted_and_nothing_else(make: Maker, kind: Any, after: str) -> None:
+    pair = make(Fault(kind=kind, seconds=2.0))
+    transfer = pair.write()
+    transfer.cancel()
+    assert transfer.poll() is TransferState[after]
+    pair.step(2.5)
+    assert pair.landed() == (4 * 4096 if kind == "late" else 0)
+
+
+def test_cancel_reaches_what_was_posted(make: Maker) -> None:
+    pair = make(Fault(kind="delay"))
+    event = HostEvent()
+    transfer = pair.writer.write(pair.peer, pair.batch(), after=event, deadline_s=10.0)
+    pair.step(0.0)
+    transfer.cancel()
+    end = time.monotonic() + 10
+    while transfer.poll() is TransferState.PENDING and time.monotonic() < end:
+        time.sleep(0.001)
+    assert transfer.poll() is TransferState.FAILED and pair.landed() == 0
 
 
 def test_delay_past_the_deadline_is_unknown_then_done(make: Maker) -> None:

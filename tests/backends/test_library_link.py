@@ -190,3 +190,31 @@ def test_giving_up_leaves_unknown_what_is_held_and_failed_what_never_was() -> No
     link.turn()
     assert link.give_up(BROKEN) == link.calls
     assert held.poll() is UNKNOWN and never.poll() is FAILED and link.open == {held}
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+
+def test_cancelled_before_its_first_piece_it_is_never_handed_over_and_later_nothing_changes() -> None:
+    link = CommandedLink(own_identity(), most=1)
+    held = link.add(1)
+    link._queue[0].after = Never()
+    held.cancel()
+    link.turn()
+    assert held.poll() is FAILED and not link.calls
+    busy, behind = link.add(2), link.add(1)
+    link.turn()
+    busy.cancel()
+    behind.cancel()
+    link.turn()
+    assert behind.poll() is FAILED and behind.error is not None and behind.error.code == "transfer_failed"
+    assert busy.poll() is PENDING and link.open == {busy}, "what has begun goes on"
+    link.calls[0].end()
+    link.turn()
+    link.turn()
+    link.calls[1].end()
+    link.turn()
+    busy.cancel()
+    assert busy.poll() is DONE and len(link.calls) == 2

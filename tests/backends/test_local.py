@@ -39,22 +39,6 @@ def pair() -> Iterator[tuple[LocalBackend, LocalBackend]]:
     target.close()
 
 
-class Never:
-    def query(self) -> bool:
-        return False
-
-
-def test_a_batch_whose_event_never_happens_is_unknown_then_failed(pair: tuple[LocalBackend, LocalBackend]) -> None:
-    writer, target = pair
-    peer = writer.connect(target.describe(), 22)
-    transfer = writer.write(peer, pages(1, 64, 16384, (SIZE,), (SIZE,)), after=Never(), deadline_s=0.05)
-    assert transfer.poll() is TransferState.PENDING and not writer.fence(peer)
-    assert eventually(lambda: transfer.poll() is not TransferState.PENDING)
-    assert transfer.error is not None and transfer.error.code == "transfer_timeout"
-    assert eventually(lambda: transfer.poll() is TransferState.FAILED)
-    assert writer.fence(peer)
-
-
 def test_disconnect_says_goodbye_and_that_is_a_proof(pair: tuple[LocalBackend, LocalBackend]) -> None:
     writer, target = pair
     before = target.describe()
@@ -70,20 +54,6 @@ def test_disconnect_says_goodbye_and_that_is_a_proof(pair: tuple[LocalBackend, L
     assert not target.revoke(11), "the earlier proof does not cover the later connection"
     writer.disconnect(again)
     assert eventually(lambda: target.revoke(11))
-
-
-def test_disconnect_with_a_batch_in_the_queue_waits_for_quiet(pair: tuple[LocalBackend, LocalBackend]) -> None:
-    writer, target = pair
-    peer = writer.connect(target.describe(), 22)
-    transfer = writer.write(peer, pages(1, 64, 16384, (SIZE,), (SIZE,)), after=Never())
-    writer.disconnect(peer)
-
-    def failed() -> bool:
-        writer.progress()
-        return transfer.poll() is TransferState.FAILED
-
-    assert eventually(failed)
-    assert eventually(lambda: writer.progress() is None and target.revoke(11))
 
 
 def test_a_closed_peer_is_lost_and_wakes_the_owner_once(pair: tuple[LocalBackend, LocalBackend]) -> None:

@@ -144,6 +144,9 @@ class Started:
     def cancel(self, cause: PdError) -> None:
         self.cancelled = True
 
+    def withdraw(self, cause: PdError) -> bool:
+        return False
+
 
 def held_part(copier: Copier, happened: Callable[[], bool], started: list[Started]) -> HeldPart:
     gate = CopyJob(lambda: (), Event(happened))
@@ -267,6 +270,37 @@ def test_cancelled_before_its_event_copies_nothing(copier: tuple[Copier, threadi
     assert copier[1].acquire(timeout=20)
     assert job.settled and job.error is not None and job.error.message == "no longer wanted"
     assert (memories.dst == 0xC5).all()
+
+
+def test_withdrawn_before_it_has_begun_or_not_at_all(copier: tuple[Copier, threading.Semaphore]) -> None:
+    threads, settled = copier
+    cause = TransferError("withdrawn")
+    planning, go_on, memories = threading.Event(), threading.Event(), Memories(3)
+
+    def grouped() -> list[Ranges]:
+        planning.set()
+        go_on.wait(10)
+        return [many(memories)]
+
+    held, begun = CopyJob(lambda: (), Event(lambda: False)), CopyJob(grouped)
+    threads.submit(held)
+    threads.submit(begun)
+    assert planning.wait(10) and not begun.withdraw(cause)
+    go_on.set()
+    assert settled.acquire(timeout=10) and begun.settled and begun.error is None
+    np.testing.assert_array_equal(memories.dst, memories.expected)
+    assert held.withdraw(cause) and settled.acquire(timeout=10) and held.error is cause
+
+
+def test_a_held_part_that_has_started_is_not_withdrawn(copier: tuple[Copier, threading.Semaphore]) -> None:
+    started, cause = Started(), TransferError("withdrawn")
+    gate, shut = CopyJob(lambda: ()), CopyJob(lambda: (), Event(lambda: False))
+    running, waiting = (HeldPart(one, lambda: started) for one in (gate, shut))
+    for one in (gate, shut):
+        copier[0].submit(one)
+    assert copier[1].acquire(timeout=10) and not running.settled
+    assert not running.withdraw(cause) and not started.cancelled
+    assert waiting.withdraw(cause) and waiting.settled and waiting.error is cause
 
 
 def test_cancelled_in_the_middle_never_writes_after_it_settled(

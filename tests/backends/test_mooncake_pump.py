@@ -220,6 +220,23 @@ def test_an_event_is_awaited_off_the_owners_thread_and_lets_others_pass(bench: B
     assert becomes(held, DONE)
 
 
+def test_what_is_cancelled_before_it_was_submitted_never_is(bench: Bench) -> None:
+    event = Event()
+    held, busy, behind = bench.post([64], after=event), bench.post([1000] * 300), bench.post([64])
+    time.sleep(0.05)
+    for one in (held, busy, behind):
+        one.cancel()
+        one.cancel()
+    assert becomes(held, FAILED) and becomes(behind, FAILED), "also what waits behind others"
+    assert held.error is not None and held.error.code == "transfer_failed"
+    assert busy.poll() is PENDING, "what has begun goes on"
+    event.come = True
+    bench.raw.verdict = 1
+    assert becomes(busy, DONE) and bench.raw.total_bytes == 300_000
+    busy.cancel()
+    assert busy.poll() is DONE and bench.pump.queued == 0 and bench.peer.posted == bench.peer.resolved
+
+
 def test_news_makes_the_descriptor_readable_once(bench: Bench) -> None:
     transfer = bench.post([1000] * 50)
     assert select.select([bench.pump.wakeup_fd()], [], [], 0.02)[0] == []
