@@ -106,6 +106,7 @@ class Scope:
         """Number and export everything, once. Returns the numbered segments."""
         self._require_open("register", "")
         self._segments = list(self.backend.register(self._segments))
+        holding.register(self.backend, self._segments)
         self.state = ScopeState.REGISTERED
         return self.segments
 
@@ -147,6 +148,7 @@ class Scope:
                 actual="an endpoint serves its memory", hint="Drain and close it first: a peer may still write here.",
             )  # fmt: skip
         self.backend.close()
+        holding.forget(self.backend)
         self._backend = None
         self._segments, self._names = [], []
         self.state = ScopeState.SUSPENDED

@@ -9,7 +9,7 @@ from support.stub_backend import StubBackend
 
 from sglang_pd.backends.base import Segment
 from sglang_pd.backends.registry import create_backend
-from sglang_pd.memory.holding import hold, let_go
+from sglang_pd.memory.holding import held, hold, let_go, register
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.memory.layout import layout_rank
 from sglang_pd.memory.scope import Scope
@@ -98,6 +98,48 @@ def test_memory_behind_a_backend_that_is_held_is_not_adopted_by_another() -> Non
     Scope(StubBackend(epoch=4)).adopt(host(256))
     let_go(first, holder)
     Scope(StubBackend(epoch=5)).adopt(memory)
+
+
+def test_memory_that_two_backends_have_is_served_behind_one_of_them_alone() -> None:
+    memory, holder, other = host(256), object(), object()
+    first, second, third = (StubBackend(epoch=n) for n in (1, 2, 3))
+    scopes = [Scope(one) for one in (first, second, third)]
+    own = scopes[0].allocate(64)
+    scopes[0].adopt(memory)
+    scopes[1].adopt(Segment(memory.address + 128, 128, "cpu", memory))
+    scopes[2].adopt(Segment(own.address, 32, "cpu", own.keep_alive))
+    for scope in scopes:
+        scope.register()
+    hold(first, holder, "one")
+    hold(first, holder, "one")
+    for backend in (second, third):
+        with pytest.raises(BackendError, match="behind another backend"):
+            hold(backend, other, "two")
+        assert not held(backend)
+    with pytest.raises(BackendError, match="behind another backend"):
+        Scope(StubBackend(epoch=4)).adopt(Segment(own.address, 32, "cpu", own.keep_alive))
+    let_go(first, holder)
+    hold(second, other, "two")
+    with pytest.raises(BackendError, match="behind another backend"):
+        hold(first, holder, "one")
+    hold(third, other, "three")
+
+
+def test_memory_that_was_freed_is_nobodys() -> None:
+    class Owner:
+        pass
+
+    first, second, owner = StubBackend(epoch=1), StubBackend(epoch=2), Owner()
+    register(first, [Segment(4096, 64, "cpu", owner)])
+    register(second, [Segment(4096, 64, "cpu", Owner())])
+    hold(first, first, "one")
+    hold(second, second, "two")
+    late = StubBackend(epoch=3)
+    register(late, [Segment(4096, 64, "cpu", owner)])
+    with pytest.raises(BackendError, match="behind another backend"):
+        hold(late, late, "three")
+    del owner
+    hold(late, late, "three")
 
 
 def test_suspend_waits_for_rooms_and_resume_wants_a_new_epoch() -> None:
