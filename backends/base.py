@@ -287,8 +287,9 @@ class Backend(abc.ABC):
         An earlier proof against it says nothing any more: the next `revoke` of it starts anew, also where it has not
         connected since. That one must keep it from connecting by the `describe` of before.
 
-        Called before that incarnation is told of any memory here. Raises `BackendError` as `connect` does, for a blob
-        that the proof depends on and that is of another backend, version or epoch; nothing is admitted then.
+        Called before that incarnation is told of any memory here: a backend may refuse who was not admitted, at once
+        or once that one has waited in vain. Raises `BackendError` as `connect` does, for a blob that the proof depends
+        on and that is of another backend, version or epoch; nothing is admitted then.
         """
         return None
 

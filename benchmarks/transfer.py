@@ -93,6 +93,7 @@ def writer(name: str, count: int, rounds: int) -> dict[str, Any]:
     content = np.random.default_rng(3).integers(0, 256, size, dtype=np.uint8)
     memory.write_bytes(own, 0, content)
     target.call("fill", segment=0, offset=0, nbytes=size, value=0xC5)
+    target.call("admit", epoch=backend.epoch, blob=backend.describe())
     peer = backend.connect(target.call("describe"), target.epoch)
     batch = pages(1, count, PAGE_BYTES, (size,), (size,))
     small = pages(2, 1, SMALL_BYTES, (size,), (size,))

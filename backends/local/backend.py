@@ -338,8 +338,11 @@ class LocalBackend(Backend):
         return self._listener.revoke(epoch)
 
     def admit(self, epoch: int, blob: bytes) -> None:
-        """See `Backend`. Who was given memory is known from the socket it was given over; the blob tells no more."""
-        self._home.check()
+        """See `Backend`. Nobody else is given memory: who comes before this call waits a while at the door.
+
+        Who was given memory is known from the socket it was given over; the blob tells no more.
+        """
+        self._check_usable()
         self._listener.admit(epoch)
 
     def progress(self) -> None:

@@ -34,6 +34,8 @@ from sglang_pd.protocol.errors import BackendUnavailable
 
 MAX_CONNECTIONS = 4096
 HELLO_WITHIN_S = 5.0
+ADMIT_WITHIN_S = 4.0
+"""A writer that the owner has not agreed with may be early, and waits so long: less than it waits for its answer."""
 SEND_WITHIN_S = 2.0
 ACCEPT_PAUSE_S = 0.2
 """Nobody is let in for so long once no descriptor is free: whoever waits keeps the socket readable."""
@@ -43,8 +45,9 @@ ACCEPT_PAUSE_S = 0.2
 class Incoming:
     """A writer's connection. `epoch` is None until its hello came; `released`: it says that it has unmapped all.
 
-    pid: of the process that connected. due: by when its hello must have come, then by when it must have taken what it
-    is given, which is `out` and after that `fds`; None once that is done. refused: it is given nothing but the reason.
+    pid: of the process that connected. due: by when its hello must have come, its incarnation must be admitted (`hello`
+    waits for that), and it must have taken what it is given, which is `out` and after that `fds`; None once that is
+    done. refused: it is given nothing but the reason.
     """
 
     sock: socket.socket
@@ -52,6 +55,7 @@ class Incoming:
     pid: int
     due: float | None
     pending: bytes = b""
+    hello: Hello | None = None
     out: bytes = b""
     fds: tuple[int, ...] = ()
     epoch: int | None = None
@@ -89,14 +93,15 @@ class Listener:
         self._holders: dict[int, list[Incoming]] = {}  # by epoch: everyone that was given memory and may still write
         self.admission = 0
         self._revoked: dict[int, int] = {}  # by epoch: the admission that was in force when it was revoked
-        self._admitted: set[int] = set()  # revoked, and agreed with since: they may come with the admission of now
+        self._admitted: set[int] = set()  # agreed with and not revoked since; after a revocation, by a later admission
+        self._stopping = False
         self.name = b"\0sglang-pd/" + os.urandom(16).hex().encode()
         self._paused_until: float | None = None
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)  # the thread is to stop, or somebody was admitted
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         except OSError:
-            os.close(self._stop_fd)
+            os.close(self._wake_fd)
             raise
         # Inherited by every connection: what a fork of a writer says on the socket that they share is not its word.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -105,12 +110,12 @@ class Listener:
         self._socket.setblocking(False)
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
-        self._poller.register(self._stop_fd, select.POLLIN)
+        self._poller.register(self._wake_fd, select.POLLIN)
         try:
             self._thread = start_thread(self._run, "pd-local-listen", "local")
         except BackendUnavailable:
             self._socket.close()
-            os.close(self._stop_fd)
+            os.close(self._wake_fd)
             raise
 
     def revoke(self, epoch: int) -> bool:
@@ -127,29 +132,30 @@ class Listener:
             return epoch not in self._holders
 
     def admit(self, epoch: int) -> None:
-        """Its owner agreed with ours anew and has the address of now: by that it may come until it is revoked."""
+        """Its owner agreed with ours and has the address of now: by that it may come until it is revoked."""
         with self._lock:
-            if epoch in self._revoked:
-                self._admitted.add(epoch)
+            self._admitted.add(epoch)
+        os.eventfd_write(self._wake_fd, 1)  # it may be here already
 
     def close(self) -> None:
         """Stop serving and join the thread. Idempotent. In a fork, where that thread is not, only hang up."""
         if not self._home.here:
             self._socket.close()
-            give_back([self._stop_fd])
+            give_back([self._wake_fd])
             for one in {*self._open.values(), *(one for many in self._holders.values() for one in many)}:
                 one.close()
             return
         if not self._thread.is_alive():
             return
-        os.eventfd_write(self._stop_fd, 1)
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         # Else writers would not hear of it for as long as a fork of this process lives.
         for sock in (self._socket, *(one.sock for one in self._open.values())):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        os.close(self._stop_fd)
+        os.close(self._wake_fd)
         with self._lock:
             for many in (list(self._open.values()), *self._holders.values()):
                 for one in many:
@@ -165,8 +171,12 @@ class Listener:
             late = min([*due, *([] if self._paused_until is None else [self._paused_until])], default=None)
             wait_ms = None if late is None else max(1, int((late - time.monotonic()) * 1000))
             for fd, events in self._poller.poll(wait_ms):
-                if fd == self._stop_fd:
-                    return
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                    if self._stopping:
+                        return
+                    for one in [one for one in self._open.values() if one.hello is not None]:
+                        self._answer(one)
                 if fd == self._socket.fileno():
                     self._accept()
                 if events & select.POLLOUT and fd in self._open:
@@ -178,7 +188,10 @@ class Listener:
                 self._paused_until = None
                 self._poller.register(self._socket, select.POLLIN)
             for one in [one for one in self._open.values() if one.due is not None and one.due < now]:
-                self._drop(one)
+                if one.hello is not None:
+                    self._send(one, _not_admitted(one.hello))
+                else:
+                    self._drop(one)
 
     def _accept(self) -> None:
         try:
@@ -214,7 +227,7 @@ class Listener:
             data, sender = b"", one.pid
         if data and sender != one.pid:
             return
-        if one.epoch is not None or one.refused:
+        if one.epoch is not None or one.refused or one.hello is not None:
             self._take_leave(one, data)
             return
         one.pending += data
@@ -224,7 +237,13 @@ class Listener:
         length = int.from_bytes(one.pending[:4], "little")
         if len(one.pending) >= 4 + length:
             body, rest = one.pending[4 : 4 + length], one.pending[4 + length :]
-            self._answer(one, body)
+            try:
+                one.hello = msgspec.msgpack.decode(body, type=Hello)
+            except (msgspec.DecodeError, RecursionError):
+                self._drop(one)
+                return
+            one.due = time.monotonic() + ADMIT_WITHIN_S
+            self._answer(one)
             if rest and one.sock.fileno() in self._open:
                 self._take_leave(one, rest)
 
@@ -234,23 +253,27 @@ class Listener:
         if not data or not one.released:
             self._drop(one)
 
-    def _answer(self, one: Incoming, body: bytes) -> None:
-        try:
-            hello = msgspec.msgpack.decode(body, type=Hello)
-        except (msgspec.DecodeError, RecursionError):
-            self._drop(one)
+    def _answer(self, one: Incoming) -> None:
+        """Judge the hello of a writer; who was not admitted waits."""
+        hello = one.hello
+        if hello is None:
             return
         with self._lock:
             exports = self.exports
             answer = self._judge(hello, exports)
+            if answer is None:
+                return
             if not answer.refusal:
                 # Before the first descriptor leaves: `revoke` must know of it.
                 one.epoch = hello.epoch
                 self._revoked.pop(hello.epoch, None)
-                self._admitted.discard(hello.epoch)
                 self._holders.setdefault(hello.epoch, []).append(one)
+        self._send(one, answer, exports.fds)
+
+    def _send(self, one: Incoming, answer: Welcome, fds: tuple[int, ...] = ()) -> None:
+        one.hello = None
         one.refused = bool(answer.refusal)
-        one.out, one.fds = pack_message(answer), () if one.refused else exports.fds
+        one.out, one.fds = pack_message(answer), () if one.refused else fds
         one.due = time.monotonic() + SEND_WITHIN_S
         self._give(one)
 
@@ -275,14 +298,16 @@ class Listener:
         if one.refused:
             self._drop(one)
 
-    def _judge(self, hello: Hello, exports: Exports) -> Welcome:
+    def _judge(self, hello: Hello, exports: Exports) -> Welcome | None:
+        """The answer; None where that waits until the owner has agreed with this incarnation."""
         if hello.version != VERSION:
             return Welcome(f"local backend version {hello.version} is not {VERSION}", "version_unsupported")
         if hello.wants != self._epoch:
             return Welcome(f"incarnation {hello.wants:#x} is gone, this is {self._epoch:#x}", "epoch_stale")
         if hello.admission <= self._revoked.get(hello.epoch, -1):
             return Welcome(f"incarnation {hello.epoch:#x} was revoked here", "epoch_stale")
-        return Welcome(segments=exports.segments)
+        # Else a third party could name this address to a writer that nobody here knows, and have it write.
+        return Welcome(segments=exports.segments) if hello.epoch in self._admitted else None
 
     def _drop(self, one: Incoming) -> None:
         """Close the connection. Whoever was given memory stays on record until it is proven harmless."""
@@ -307,3 +332,7 @@ class Listener:
             self._holders[epoch] = left
         else:
             self._holders.pop(epoch, None)
+
+
+def _not_admitted(hello: Hello) -> Welcome:
+    return Welcome(f"incarnation {hello.epoch:#x} was not admitted here within {ADMIT_WITHIN_S:g} s", "peer_unknown")

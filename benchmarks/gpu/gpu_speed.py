@@ -156,6 +156,7 @@ def run_pair(name: str, options: Mapping[str, Any], dst: int) -> dict[str, Any]:
         (own,) = backend.register([backend.allocate(POOL, "cuda:0")])
         content = np.random.default_rng(5).integers(0, 256, POOL, dtype=np.uint8)
         memory.write_bytes(own, 0, content)
+        target.call("admit", epoch=backend.epoch, blob=backend.describe())
         peer = backend.connect(target.call("describe"), target.epoch)
         found["transport"] = peer.transport
         batches: dict[str, WriteBatch] = {case: grid_pages(*shape) for case, shape in GRIDS.items()}

@@ -96,7 +96,8 @@ def foreign_memory(lab: Lab) -> None:
 @case
 def adopted_tensor(lab: Lab) -> Figures:
     """A tensor of torch's allocator is adopted and its bytes move; one that cannot be exported is refused by name."""
-    writer, target = lab.spawn_many([((MIB,), lab.spec.src_device), ((4 * MIB,), lab.spec.dst_device)])
+    sides = [((MIB,), lab.spec.src_device), ((MIB,), lab.spec.src_device), ((4 * MIB,), lab.spec.dst_device)]
+    writer, expandable, target = lab.spawn_many(sides)
     if lab.spec.src_device == "cpu" or not writer.capabilities["adopts_device"]:
         raise CaseSkipped("no device memory, or adoption is not a declared capability")
     # Not a multiple of 2 MiB: several tensors share a block of the allocator, and this one starts inside.
@@ -104,12 +105,12 @@ def adopted_tensor(lab: Lab) -> Figures:
     link = lab.connect(writer, target)
     exact(link, pages(140, 40, 16384, writer.sizes, target.sizes), 140, "an adopted tensor")
     try:
-        writer.sizes += (writer.call("adopt_tensor", nbytes=24 * MIB, expandable=True),)
+        expandable.sizes += (expandable.call("adopt_tensor", nbytes=24 * MIB, expandable=True),)
     except RemoteRefusal as refusal:
         require("expandable" in str(msg_fields(refusal.info)), f"refused without naming it: {refusal.info}")
         return {"expandable_segments": "refused"}
-    again = lab.connect(writer, target)
-    exact(again, pages(141, 200, 16384, writer.sizes, target.sizes), 141, "a tensor in expandable segments")
+    again = lab.connect(expandable, target)
+    exact(again, pages(141, 200, 16384, expandable.sizes, target.sizes), 141, "a tensor in expandable segments")
     return {"expandable_segments": "moved"}
 
 

@@ -24,11 +24,6 @@ def unchanged(link: Link, for_s: float, what: str) -> None:
         require(late < 0, f"{what}: a byte landed at offset {late} of segment {number}")
 
 
-def admit(link: Link) -> None:
-    """The owners agreed: the target hears of the writer as its worker would tell it."""
-    link.target.call("admit", epoch=link.writer.epoch, blob=link.writer.call("describe"))
-
-
 @case
 def clean_drain(lab: Lab) -> Figures:
     """When every transfer is DONE, the writer's fence is True within 1 s."""
@@ -175,7 +170,7 @@ def revoked_and_admitted_again(lab: Lab) -> Figures:
     if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
         raise CaseSkipped("this transport proves nothing of a living writer")
     # Admitted before it has the new blob: from now on it may come back at any moment.
-    admit(link)
+    lab.admit(link.writer, link.target)
     again = lab.connect(link.writer, link.target)
     batch = pages(350, 256, 16384, again.writer.sizes, again.target.sizes)
     again.move(batch)
@@ -199,7 +194,7 @@ def revoked_again_before_it_came_back(lab: Lab) -> None:
         raise CaseSkipped("no proof, as declared")
     if not link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]:
         raise CaseSkipped("this transport proves nothing of a living writer, though it has disconnected")
-    admit(link)
+    lab.admit(link.writer, link.target)
     address = link.target.call("describe")
     require(link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"], "it never came back")
     canaries(link.target)

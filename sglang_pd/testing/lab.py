@@ -234,11 +234,16 @@ class Lab:
         return made
 
     def connect(self, writer: ChildProcess, target: ChildProcess) -> Link:
-        """Connect `writer` to `target`."""
+        """Connect `writer` to `target`, whose owner agrees with it first."""
+        self.admit(writer, target)
         facts = writer.call("connect", blob=target.call("describe"), epoch=target.epoch)
         require(facts["epoch"] == target.epoch, "the peer's epoch is not the one connected to")
         require(tuple(facts["segment_bytes"]) == target.sizes, "the peer's segment table is not the registered one")
         return Link(writer, target, facts["peer"], facts["transport"])
+
+    def admit(self, writer: ChildProcess, target: ChildProcess) -> None:
+        """The owners agreed: the target hears of the writer as its worker would tell it."""
+        target.call("admit", epoch=writer.epoch, blob=writer.call("describe"))
 
     def fresh(self, src_sizes: Sequence[int] = DEFAULT_SIZES, dst_sizes: Sequence[int] = DEFAULT_SIZES) -> Link:
         """A new connected pair for a case that breaks something."""

@@ -66,6 +66,7 @@ class Maker:
         (source,) = writer.register([writer.allocate(SIZE)])
         (destination,) = target.register([target.allocate(SIZE)])
         fill(source, 0, SIZE, 7)
+        target.admit(1, writer.describe())
         return Pair(writer, target, writer.connect(target.describe(), 2), source, destination, clock)
 
 

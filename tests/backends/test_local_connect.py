@@ -19,7 +19,7 @@ from sglang_pd.backends.local import listener as local_listener
 from sglang_pd.backends.local.backend import LocalBackend
 from sglang_pd.backends.local.link import SegmentFacts, host_identity, pack_address
 from sglang_pd.backends.local.listener import Exports
-from sglang_pd.protocol.errors import TransferError
+from sglang_pd.protocol.errors import BackendError, TransferError
 
 
 @pytest.fixture
@@ -158,3 +158,48 @@ def test_a_fork_gives_up_nothing_of_its_parents(pair: tuple[LocalBackend, LocalB
         connecting.cancel()
         assert other.recv(10) == local_link.GOODBYE
         other.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[LocalBackend]:
+    made = make(99)
+    yield made
+    made.close()
+
+
+def test_a_writer_waits_until_it_is_admitted(pair: tuple[LocalBackend, LocalBackend], stranger: LocalBackend) -> None:
+    target = pair[1]
+    early = stranger.start_connect(target.describe(), 22)
+    assert early.poll() is None
+    assert eventually(lambda: any(one.hello for one in target._listener._open.values()))
+    assert pair[0].connect(target.describe(), 22).lost is None, "it holds up nobody"
+    assert early.poll() is None and 99 not in target._listener._holders
+    target.admit(99, stranger.describe())
+    assert eventually(lambda: early.poll() is not None)
+    assert not target.revoke(99), "it has the memory, and lives"
+
+
+def test_a_writer_that_nobody_admits_is_refused_by_name_and_given_nothing(
+    pair: tuple[LocalBackend, LocalBackend], stranger: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_listener, "ADMIT_WITHIN_S", 0.1)
+    target = pair[1]
+    for again in (False, True):
+        with pytest.raises(BackendError, match="0x63 was not admitted") as caught:
+            stranger.connect(target.describe(), 22)
+        assert caught.value.code == "peer_unknown" and not target._listener._holders
+        if not again:  # a proof against it, and a later address, are no agreement either
+            target.admit(99, stranger.describe())
+            assert target.revoke(99)
+
+
+def test_a_writer_that_leaves_before_it_is_admitted_leaves_nothing(
+    pair: tuple[LocalBackend, LocalBackend], stranger: LocalBackend
+) -> None:
+    listener = pair[1]._listener
+    early = stranger.start_connect(pair[1].describe(), 22)
+    assert early.poll() is None and eventually(lambda: any(one.hello for one in listener._open.values()))
+    early.cancel()
+    assert eventually(lambda: not listener._open)
+    pair[1].admit(99, stranger.describe())
+    assert pair[1].revoke(99), "it was given nothing"

@@ -66,6 +66,7 @@ def main(name: str, options: dict[str, object]) -> dict[str, object]:
     prompt = Prompt(45)
     pairing = Pairing(instance("p", source.layout, 11), instance("d", destination.layout, 12))
     room = pairing.room(prompt, a.lists(prompt), b.lists(prompt))
+    backends[1].admit(11, backends[0].describe())
     peer = backends[0].connect(backends[1].describe(), 12)
     batch = bind(pairing.plan(ALONE[1], ALONE[1]), room, Chunk(0, 45, last=True))
     transfer = backends[0].write(peer, batch)

@@ -14,12 +14,16 @@ from sglang_pd.backends.local.link import Hello, Welcome, unpack_address
 from sglang_pd.backends.registry import create_backend
 
 SIZE = 1 << 22
+WRITERS = (11, 22, 33, 77)
+"""Incarnations that every backend made here agrees with."""
 
 
 def make(epoch: int) -> LocalBackend:
     backend = create_backend("local", epoch=epoch)
     assert isinstance(backend, LocalBackend)
     backend.register([backend.allocate(SIZE)])
+    for writer in WRITERS:
+        backend.admit(writer, b"")
     return backend
 
 
