@@ -19,8 +19,11 @@ What `revoke(epoch)` proves: the destination's agent has been destroyed, with ev
 stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
 where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
 has exited. `admit` tells which process that is, from the writer's own blob: its greeting comes over the library and may
-never arrive. A living writer can give its own proof, `fence`. There is no proof for device memory, RDMA and LIBFABRIC:
-`capabilities` says `none` where those are possible.
+never arrive. While such a process lives, closing the agent would prove nothing and take from that writer the only
+proof there is, its own `fence`, since what it has in flight would end in an error, UNKNOWN for ever. So the agent is
+left alone then, and closed when every such process has exited; at once where none can reach this memory by CMA, or
+where no process is known of that epoch (which proves nothing over CMA). There is no proof for device memory, RDMA and
+LIBFABRIC: `capabilities` says `none` where those are possible.
 An epoch that is given the new blob is admitted anew (`admit`), and the proof of before covers it no longer.
 
 Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
@@ -341,13 +344,15 @@ class NixlBackend(Backend):
         return not self._mine(peer).link.open
 
     def revoke(self, epoch: int) -> bool:
-        """Close this side's agent for the sake of `epoch`; see the module for what that proves."""
+        """Close this side's agent for the sake of `epoch`; see the module for when, and for what that proves."""
         self._check_open()
         if self._proof() == "none":
             return False
-        if not self._engine.revoke(epoch):
+        cma, writers = self._cma_possible(), self._engine.writers
+        if cma and writers.live(epoch, self._reaches_by_cma):
+            self._engine.keep(epoch)
             return False
-        return not self._cma_possible() or self._engine.writers.gone(epoch, self._reaches_by_cma)
+        return self._engine.revoke(epoch) and (not cma or writers.gone(epoch, self._reaches_by_cma))
 
     def admit(self, epoch: int, blob: bytes) -> None:
         """See `Backend`. The blob names the process that must have exited before `revoke` is True (CMA)."""

@@ -167,11 +167,15 @@ class Engine:
             self._command(_Call(self._rebuild))
         return False
 
+    def keep(self, epoch: int) -> None:
+        """The agent stays for that epoch's sake: what it was closed for earlier says nothing of what is sent now."""
+        self._revoked.pop(epoch, None)
+
     def admit(self, epoch: int, process: ProcessIdentity) -> None:
         """That epoch, of that process, may write through the agent of now: what was shown, or is being shown, does not
         cover it."""
         self.writers.add(epoch, process)
-        self._revoked.pop(epoch, None)
+        self.keep(epoch)
 
     def tell(self) -> None:
         """Make `news_fd` readable: something that the owner waits for has come. From any thread."""

@@ -57,7 +57,16 @@ class Writers:
         self.add(hello.epoch, hello.process)
 
     def gone(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
-        """Whether every process that goes by `epoch`, and that could reach this memory itself, has exited."""
-        with self._lock:
-            known = tuple(self._known.get(epoch, ()))
+        """Whether every process that goes by `epoch`, and that could reach this memory itself, has exited.
+
+        False where no process is known."""
+        known = self._of(epoch)
         return bool(known) and all(not reachable(one) or process_gone(one) for one in known)
+
+    def live(self, epoch: int, reachable: Callable[[ProcessIdentity], bool]) -> bool:
+        """Whether a process that goes by `epoch`, and could reach this memory itself, is not known to have exited."""
+        return any(reachable(one) and not process_gone(one) for one in self._of(epoch))
+
+    def _of(self, epoch: int) -> tuple[ProcessIdentity, ...]:
+        with self._lock:
+            return tuple(self._known.get(epoch, ()))

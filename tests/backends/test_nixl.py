@@ -149,15 +149,31 @@ def revoke(child: ChildProcess, epoch: int, within_s: float) -> bool:
     return bool(child.call("revoke", epoch=epoch, within_s=within_s)["proven"])
 
 
-def test_a_living_cma_writer_is_not_revoked_and_a_dead_one_is(cma: Lab) -> None:
-    link = cma.fresh((MIB,), (MIB,))
-    exact(link, one_item(link, 4096), 1, "before")
+def test_a_living_cma_writer_keeps_its_connection_and_a_dead_one_is_revoked(cma: Lab) -> None:
+    """Else what it has in flight would be UNKNOWN for ever, and it could never give its own proof."""
+    link = cma.fresh((128 * MIB,), (128 * MIB,))
+    link.move(one_item(link, 4096))
     before = link.target.call("describe")
+    transfer = link.post(one_item(link, 128 * MIB), deadline_s=60.0)["transfer"]
     assert not revoke(link.target, link.writer.epoch, 1.5)
-    assert link.target.call("describe") != before
-    assert link.writer.call("lost", peer=link.peer, within_s=20.0)["code"] == "peer_lost"
+    assert link.wait(transfer, 30.0)["state"] == "done" and link.fence(5.0)["proven"]
+    assert link.target.call("describe") == before
+    exact(link, one_item(link, 4096), 1, "after a revoke that proved nothing")
     link.writer.kill()
     assert revoke(link.target, link.writer.epoch, 5.0)
+    assert link.target.call("describe") != before, "what waited in sockets is covered only by a close after the death"
+
+
+def test_an_agent_closed_for_a_stranger_is_closed_again_for_the_writer_it_turned_out_to_be(cma: Lab) -> None:
+    writer, target = cma.spawn((MIB,)), cma.spawn((MIB,))
+    assert not revoke(target, writer.epoch, 1.5), "nobody said who that is"
+    link = cma.connect(writer, target)
+    exact(link, one_item(link, 4096), 1, "to the new agent")
+    target.call("admit", epoch=writer.epoch, blob=writer.call("describe"))
+    before = target.call("describe")
+    assert not revoke(target, writer.epoch, 0.5) and target.call("describe") == before
+    writer.kill()
+    assert revoke(target, writer.epoch, 5.0) and target.call("describe") != before
 
 
 def test_a_stranger_may_be_anybody_of_this_host_with_cma_and_nobody_over_tcp(cma: Lab, tcp: Lab) -> None:

@@ -147,8 +147,13 @@ def test_a_writer_that_was_admitted_needs_no_greeting_to_be_proven_gone(engine: 
     def anywhere(process: ProcessIdentity) -> bool:
         return True
 
-    assert not engine.writers.gone(7, anywhere), "nobody said who that is"
+    def nowhere(process: ProcessIdentity) -> bool:
+        return False
+
+    writers = engine.writers
+    assert not writers.gone(7, anywhere) and not writers.live(7, anywhere), "nobody said who that is"
     engine.admit(7, child_that_exited())
-    assert engine.writers.gone(7, anywhere)
+    assert writers.gone(7, anywhere) and not writers.live(7, anywhere)
     engine.admit(7, own_identity())
-    assert not engine.writers.gone(7, anywhere), "a second process goes by that epoch, and lives"
+    assert not writers.gone(7, anywhere), "a second process goes by that epoch, and lives"
+    assert writers.live(7, anywhere) and not writers.live(7, nowhere)
