@@ -1,7 +1,7 @@
 """The `nixl` backend: the real nixl package, its UCX plugin by default.
 
 One thread of ours drives the library's agent (`nixl.engine`); the owner of the backend never waits for it but in
-`register`, `adopt`, `describe`, `connect` and `disconnect`. What the library was measured to do, and what follows:
+`register`, `adopt` and `connect`. What the library was measured to do, and what follows:
 
 - `transfer()` copies in the calling thread where UCX uses CMA. So it is called in our thread, piece by piece; a small
   write to an idle peer is called in the owner's, since to change threads takes longer than the copy.
@@ -51,7 +51,7 @@ from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.connect import ThreadedConnecting
 from sglang_pd.backends.library.link import Work
-from sglang_pd.backends.library.process import ProcessIdentity, own_identity, same_host, same_pid_namespace
+from sglang_pd.backends.library.process import ProcessIdentity, same_host, same_pid_namespace
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import Scope, refused
 from sglang_pd.backends.library.transfer import LibraryTransfer
@@ -215,9 +215,12 @@ class NixlBackend(Backend):
     # Peers
 
     def describe(self) -> bytes:
-        """The connect blob. Another one after every `revoke`."""
+        """The connect blob, another one whenever `revoke` closed the agent. Waits for nothing.
+
+        Raises `BackendUnavailable` while the agent is being rebuilt, or why it could not be yet.
+        """
         self._check_open()
-        agent, metadata = self._engine.call(self._engine.describe)
+        agent, metadata = self._engine.describe()
         return ENVELOPE.seal(
             AgentBlob(
                 epoch=self._epoch,
@@ -225,7 +228,7 @@ class NixlBackend(Backend):
                 nixl_version=self._library.version,
                 plugin=self._options.plugin,
                 settings=self._digest,
-                process=own_identity(),
+                process=self._engine.process,
                 segments=[_entry(one) for one in self._scope.segments],
                 metadata=metadata,
             )
@@ -254,7 +257,7 @@ class NixlBackend(Backend):
         def leave(found: tuple[Link, str]) -> None:
             if not self._closed:
                 with contextlib.suppress(PdError):  # it is being closed
-                    self._engine.call(lambda: self._engine.disconnect(found[0]))
+                    self._engine.order(lambda: self._engine.disconnect(found[0]))
 
         return ThreadedConnecting(reach, lambda found: NixlPeer(*found, self._epoch), leave, self._engine.tell).start(
             "sglang-pd-nixl-connect"
@@ -301,7 +304,7 @@ class NixlBackend(Backend):
         mine = self._mine(peer)
         if not mine.disconnected and not self._closed:
             mine.disconnected = True
-            self._engine.call(lambda: self._engine.disconnect(mine.link))
+            self._engine.order(lambda: self._engine.disconnect(mine.link))
 
     # Transfers
 

@@ -12,30 +12,27 @@ the last sign of life and then every 5 ms; without peers it sleeps until called.
 from __future__ import annotations
 
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sglang_pd.backends.home import Home, give_back
 from sglang_pd.backends.library.blob import SegmentEntry
-from sglang_pd.backends.library.process import ProcessIdentity
+from sglang_pd.backends.library.process import ProcessIdentity, own_identity
 from sglang_pd.backends.nixl.blob import AgentBlob, agent_name
+from sglang_pd.backends.nixl.calls import CALL_S, Bell, Call, nothing
 from sglang_pd.backends.nixl.library import Agent, Handle, Library, log
 from sglang_pd.backends.nixl.link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl.memory import use_device
 from sglang_pd.backends.nixl.options import NixlOptions
-from sglang_pd.backends.nixl.writers import Writers, greeting
+from sglang_pd.backends.nixl.writers import Revocation, Writers, greeting
 from sglang_pd.backends.shortage import in_words, start_thread
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError, TransferError
 
 T = TypeVar("T")
 
-CALL_S = 120.0
-"""Longest wait in seconds for a call into the thread (registration, connecting)."""
 HOT_S = 0.25
 AWARE_S = 0.1
 HINTED_S = 0.05
@@ -43,26 +40,11 @@ WATCH_S = 0.01
 DEFECT_PAUSE_MS = 10
 REBUILD_PAUSE_S = 0.5
 """Seconds before a rebuild that failed is tried again."""
+REBUILD_LATE_S = 10.0
+"""Seconds after which a rebuild that has not ended is complained of, once."""
 DRAIN_S = 0.2
 """Seconds that unfinished transfers of ours get before our agent closes under them."""
 MAX_COMMANDS = 65_536
-
-
-@dataclass(slots=True, eq=False)
-class _Revocation:
-    """What an owner asked for. `closed`: the agent through which that epoch wrote has been closed since."""
-
-    closed: bool = False
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call from the owner's thread, and its answer."""
-
-    function: Callable[[], Any]
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: Exception | None = None
 
 
 class Engine:
@@ -71,12 +53,16 @@ class Engine:
     def __init__(self, library: Library, options: NixlOptions, epoch: int) -> None:
         self._library, self._options, self._epoch = library, options, epoch
         self._home = Home("the backend", "nixl")
+        self.process = own_identity()
+        """This process. Asked once: what is read of it where descriptors are short would look like another process."""
         self.news_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._commands: deque[tuple[Link, NixlWork] | _Call] = deque()
+        self._bell = Bell()
+        self._commands: deque[tuple[Link, NixlWork] | Call] = deque()
         self._sleeping = self._stopping = self._over = False
         self._driving = threading.Lock()
         self._agent: Agent | None = None
+        self._described: tuple[str, bytes] | None = None
+        """Name and metadata of the agent, with the segments that it has; None without one."""
         self.rebuilds = self._defects = 0
         self._segments: list[SegmentEntry] = []
         self._links: dict[str, Link] = {}
@@ -85,34 +71,31 @@ class Engine:
         self._closing: list[Agent] = []
         """Agents that were closed and are not known to be destroyed."""
         self._rebuilding = False
-        self._rebuild_at = 0.0
+        self._rebuild_at = self._late_at = 0.0
         self.not_rebuilt: PdError | None = None
         """Why the last attempt to rebuild the agent failed; None after one that did not."""
-        self._poller = select.poll()
-        self._poller.register(self._wake_fd, select.POLLIN)
-        self._watching: dict[int, Link] = {}
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers = Writers()
-        self._revoked: dict[int, _Revocation] = {}
+        self._revoked: dict[int, Revocation] = {}
         try:
             self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
         except BackendUnavailable:
             os.close(self.news_fd)
-            os.close(self._wake_fd)
+            os.close(self._bell.fd)
             raise
 
     # Owner
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` in the thread and return what it returns or raise what it raises."""
-        call = _Call(function)
+        call = Call(function)
         self._command(call)
-        if not call.done.wait(CALL_S):
-            raise TransferError(f"no answer within {CALL_S:g} s", code="transfer_timeout", where="nixl's thread")
-        if call.error is not None:
-            raise call.error
-        result: T = call.result
+        result: T = call.answer()
         return result
+
+    def order(self, function: Callable[[], None]) -> None:
+        """Have the thread run `function`, without waiting for it."""
+        self._command(Call(function, awaited=False))
 
     def submit(self, link: Link, work: NixlWork, *, small: bool) -> None:
         """Start a transfer; `small`: its bytes are copied within a fraction of a millisecond, so that it may be posted
@@ -141,7 +124,7 @@ class Engine:
             self._wake()
         return True
 
-    def _command(self, call: _Call) -> None:
+    def _command(self, call: Call) -> None:
         self._check_alive()
         self._commands.append(call)
         self._wake()
@@ -152,20 +135,44 @@ class Engine:
 
     def _wake(self) -> None:
         if self._sleeping:
-            os.eventfd_write(self._wake_fd, 1)
+            self._bell.ring()
 
     def revoke(self, epoch: int) -> bool:
         """Close the agent for the sake of `epoch`, once. True when it is shown to be destroyed, and another is there.
 
         Without another nobody could be told where to write now: who asks for the proof goes on asking until there is.
         """
-        one = self._revoked.setdefault(epoch, _Revocation())
+        one = self._revoked.setdefault(epoch, Revocation())
         if one.closed and self._agent is not None:
             return all(agent.destroyed for agent in tuple(self._closing))
-        if not self._rebuilding and time.monotonic() >= self._rebuild_at:
-            self._rebuilding = True
-            self._command(_Call(self._rebuild))
+        self._ask_rebuild()
         return False
+
+    def _ask_rebuild(self) -> None:
+        now = time.monotonic()
+        if self._rebuilding:
+            if now > self._late_at:
+                self._late_at = float("inf")
+                log.error("nixl's agent is being rebuilt for longer than %g s: the library hangs", REBUILD_LATE_S)
+        elif now >= self._rebuild_at:
+            self._rebuilding, self._late_at = True, now + REBUILD_LATE_S
+            self.order(self._rebuild)
+
+    def describe(self) -> tuple[str, bytes]:
+        """Name and metadata of the agent. From now on peers may exist. Waits for nothing.
+
+        Raises `BackendUnavailable` while the agent is being rebuilt, or why it could not be yet; asking tries again.
+        """
+        if not self._serving:
+            self._serving = True
+            self._seen = time.monotonic()
+            self.order(nothing)  # the thread looks around from now on
+        described = self._described
+        if described is None:
+            self._ask_rebuild()
+        if described is None or self._rebuilding:
+            raise self._gone().with_traceback(None)
+        return described
 
     def keep(self, epoch: int) -> None:
         """The agent stays for that epoch's sake: what it was closed for earlier says nothing of what is sent now."""
@@ -187,21 +194,21 @@ class Engine:
         if not self._home.here:
             if not self._stopping:
                 self._stopping = True
-                give_back([self._wake_fd, self.news_fd])
+                give_back([self._bell.fd, self.news_fd])
         elif not self._stopping:
             self._stopping = True
-            os.eventfd_write(self._wake_fd, 1)
+            self._bell.ring()
             self._thread.join(CALL_S)
             if self._thread.is_alive():
                 log.error("nixl's thread did not end within %g s; it is left behind", CALL_S)
                 return
-            os.close(self._wake_fd)
+            os.close(self._bell.fd)
             os.close(self.news_fd)
 
     # Thread: the loop
 
     def _run(self) -> None:
-        ended: list[int] = []
+        ended: list[Link] = []
         while not self._stopping:
             with self._driving:
                 pause = self._turn(ended)
@@ -217,11 +224,11 @@ class Engine:
             self._over = True
             self._end()
 
-    def _turn(self, ended: list[int]) -> int | None:
+    def _turn(self, ended: list[Link]) -> int | None:
         """Do what there is to do. Returns for how many milliseconds there is nothing more; None: until called."""
         now = time.monotonic()
         try:
-            for link in [self._watching.pop(fd) for fd in ended]:
+            for link in ended:
                 if link.watch.gone():
                     link.died()
             while self._commands:
@@ -253,32 +260,15 @@ class Engine:
         for link in links:
             link.lose(fault)
 
-    def _rest(self, pause: int | None) -> list[int]:
-        """Sleep until the pause is over or something calls. Returns the watched descriptors of processes that ended."""
+    def _rest(self, pause: int | None) -> list[Link]:
+        """Sleep until the pause is over or something calls. Returns the links whose watched processes ended."""
         now = time.monotonic()
         if pause == 0 and now - self._watched < WATCH_S:
             return []
         self._watched = now
         if self._commands or self._stopping:
             pause = 0
-        ended = []
-        for fd, _ in self._poller.poll(pause):
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
-            else:
-                self._poller.unregister(fd)
-                ended.append(fd)
-        return ended
-
-    def _watch(self, link: Link) -> None:
-        if link.watch.fd >= 0:
-            self._watching[link.watch.fd] = link
-            self._poller.register(link.watch.fd, select.POLLIN)
-
-    def _unwatch(self, link: Link) -> None:
-        if self._watching.pop(link.watch.fd, None) is not None:
-            self._poller.unregister(link.watch.fd)
-        link.watch.close()
+        return self._bell.sleep(pause)
 
     def _pause_ms(self, now: float) -> int | None:
         waiting = [link for link in [*self._links.values(), *self._ghosts] if link.waiting()]
@@ -292,14 +282,11 @@ class Engine:
             return 1 if now - self._seen < AWARE_S else 5
         return None
 
-    def _obey(self, command: tuple[Link, NixlWork] | _Call) -> None:
-        if isinstance(command, _Call):
-            try:
-                command.result = command.function()
-            except Exception as error:
-                command.error = error
-            command.function = _nothing
-            command.done.set()
+    def _obey(self, command: tuple[Link, NixlWork] | Call) -> None:
+        if isinstance(command, Call):
+            error = command.run()
+            if error is not None:
+                self._defect(error, [])
             return
         link, work = command
         self._moved = self._seen = time.monotonic()
@@ -336,7 +323,7 @@ class Engine:
                 self._ghosts.append(link)
         if self._ghosts:
             for link in [link for link in self._ghosts if link.idle()]:
-                self._unwatch(link)
+                self._bell.unwatch(link)
             self._ghosts = [link for link in self._ghosts if not link.idle()]
 
     # Thread: what the owner calls
@@ -344,21 +331,29 @@ class Engine:
     def start(self) -> None:
         """Build the agent. Raises `BackendUnavailable`."""
         self._agent = Agent(self._library, agent_name(self._epoch, 0), self._options)
+        self._described = (self._agent.name, self._agent.metadata())
 
     def agent(self) -> Agent:
-        """The agent. Raises `BackendError`, or what it was, where it could not be rebuilt yet."""
+        """The agent. Raises `BackendUnavailable`, or why it could not be rebuilt yet."""
         if self._agent is None:
-            gone = BackendError("the library's agent is gone", code="backend_unavailable", where="nixl")
-            raise self.not_rebuilt or gone
+            raise self._gone().with_traceback(None)
         return self._agent
+
+    def _gone(self) -> PdError:
+        rebuilt = BackendUnavailable(
+            "nixl's agent is being rebuilt after a revoke", where="nixl", hint="Ask again; it takes a moment."
+        )
+        return self.not_rebuilt or rebuilt
 
     def register(self, segments: list[SegmentEntry]) -> None:
         """Register the segments for life."""
         for entry in segments:
             if entry.device != "cpu":
                 use_device(entry.device)
-        self.agent().register(segments)
+        agent = self.agent()
+        agent.register(segments)
         self._segments += segments
+        self._described = (agent.name, agent.metadata())
 
     def probe(self, segment: SegmentEntry) -> None:
         """Really register a segment, and take it back."""
@@ -367,13 +362,6 @@ class Engine:
         agent = self.agent()
         for registered in agent.register([segment]):
             agent.deregister(registered)
-
-    def describe(self) -> tuple[str, bytes]:
-        """Name and metadata of the agent. From now on peers may exist."""
-        self._serving = True
-        self._seen = time.monotonic()
-        agent = self.agent()
-        return agent.name, agent.metadata()
 
     def connect(self, blob: AgentBlob) -> Link:
         """A link to the peer; the one that is there if it stands."""
@@ -398,10 +386,10 @@ class Engine:
             raise
         link.users = 1
         self._links[link.name] = link
-        self._watch(link)
+        self._bell.watch(link)
         self.writers.add(blob.epoch, blob.process)
         self._seen = time.monotonic()
-        link.hint(self.agent(), greeting(self._epoch), self._seen)
+        link.hint(self.agent(), greeting(self._epoch, self.process), self._seen)
         return link
 
     def disconnect(self, link: Link) -> None:
@@ -409,6 +397,7 @@ class Engine:
         link.users -= 1
         if link.users <= 0:
             link.lose(TransferError("disconnected here", code="peer_lost", backend="nixl"))
+            self._forget(self._agent)  # who connects next, with nothing in flight, gets a new link
 
     # Thread: closing
 
@@ -437,6 +426,7 @@ class Engine:
             agent = Agent(self._library, agent_name(self._epoch, self.rebuilds + 1), self._options)
             try:
                 agent.register(self._segments)
+                self._described = (agent.name, agent.metadata())
             except Exception:
                 agent.destroy(())  # nobody was told of it
                 raise
@@ -463,7 +453,7 @@ class Engine:
         self._links.clear()
         if agent is not None:
             self._closing.append(agent)
-            self._agent = None
+            self._agent = self._described = None
             agent.destroy(handles)
         for one in self._closing:
             one.destroy(())
@@ -482,15 +472,10 @@ class Engine:
         closed = BackendError("the backend is closed", where="nixl")
         while self._commands:
             command = self._commands.popleft()
-            if isinstance(command, _Call):
-                command.error = closed
-                command.done.set()
+            if isinstance(command, Call):
+                command.refuse(closed)
             else:
                 command[0].submit(command[1])
                 command[0].abandon(closed)
         for link in self._ghosts:
-            self._unwatch(link)
-
-
-def _nothing() -> None:
-    return None
+            self._bell.unwatch(link)

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.nixl.descriptors import AGENT_DESCRIPTORS, check_free
 from sglang_pd.backends.nixl.options import NixlOptions, ucx_settings
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, TransferError
 
@@ -151,12 +152,16 @@ class Handle:
 
 
 class Agent:
-    """One agent of the library. One thread at a time may call it: whoever holds the engine's lock."""
+    """One agent of the library. One thread at a time may call it: whoever holds the engine's lock.
+
+    Raises `BackendUnavailable` where the plugin does not start, or too few descriptors are free to try.
+    """
 
     def __init__(self, library: Library, name: str, options: NixlOptions) -> None:
         self.name = name
         self._plugin = options.plugin
         self._stuck: list[Handle] = []
+        check_free(AGENT_DESCRIPTORS, f"creating the agent {name}")
         config = library.api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
         self._agent = _call("creating the agent", "", library.api.nixl_agent, name, config)
         self._inner = weakref.ref(self._agent.agent)

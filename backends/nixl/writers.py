@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from sglang_pd.backends.library.process import ProcessIdentity, own_identity, process_gone
+from sglang_pd.backends.library.process import ProcessIdentity, process_gone
 from sglang_pd.backends.nixl.library import log
 
 HELLO = b"PD-NIXL hello"
@@ -26,9 +27,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     process: ProcessIdentity
 
 
-def greeting(epoch: int) -> bytes:
-    """The note with which this process, as that incarnation, connects."""
-    return HELLO + msgspec.msgpack.encode(Hello(epoch, own_identity()))
+def greeting(epoch: int, process: ProcessIdentity) -> bytes:
+    """The note with which that process, as that incarnation, connects."""
+    return HELLO + msgspec.msgpack.encode(Hello(epoch, process))
+
+
+@dataclass(slots=True, eq=False)
+class Revocation:
+    """What an owner asked for. `closed`: the agent through which that epoch wrote has been closed since."""
+
+    closed: bool = False
 
 
 class Writers:

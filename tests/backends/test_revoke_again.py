@@ -200,7 +200,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 @pytest.mark.parametrize("error", [SHORTAGE, ValueError("a defect")])
 @pytest.mark.parametrize("where", ["build", "register", "destroy", "listen"])
 def test_nixl_rebuilds_its_agent_at_another_attempt(engine: Engine, where: str, error: Exception) -> None:
-    before = engine.call(engine.describe)[0]
+    before = engine.describe()[0]
     FakeAgent.plan = {where: [error, error]}
     assert not engine.revoke(7)
     code = "backend_unavailable" if error is SHORTAGE else "internal"
@@ -208,10 +208,10 @@ def test_nixl_rebuilds_its_agent_at_another_attempt(engine: Engine, where: str, 
     assert not engine.revoke(7)
     if where in ("build", "register"):
         with pytest.raises(PdError) as caught:
-            engine.call(engine.describe)
+            engine.describe()
         assert caught.value.code == code, "and told to who asks"
     assert comes_true(lambda: engine.revoke(7)) and engine.not_rebuilt is None
-    assert engine.call(engine.describe)[0] != before and engine.rebuilds == 1
+    assert engine.describe()[0] != before and engine.rebuilds == 1
 
 
 def test_nixl_proves_nothing_while_the_library_keeps_an_agent_and_proves_it_later(engine: Engine) -> None:
@@ -234,9 +234,9 @@ def test_nixls_thread_outlives_a_defect_of_its_rest(engine: Engine, monkeypatch:
         raise SHORTAGE
 
     monkeypatch.setattr(engine, "_rest", rest)
-    engine.call(engine.describe)
+    engine.describe()
     assert comes_true(raised.is_set)
-    assert engine.call(engine.describe)
+    assert engine.describe()
 
 
 # mori
