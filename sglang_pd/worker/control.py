@@ -23,6 +23,7 @@ from sglang_pd.worker.peers.conversation import Conversation, Self, Stage
 from sglang_pd.worker.peers.link import Caller, Link, Party
 from sglang_pd.worker.peers.peering import Peering
 from sglang_pd.worker.ranks.agent import RankAgent
+from sglang_pd.worker.ranks.connections import RankConnections
 from sglang_pd.worker.ranks.orders import (
     Alive,
     AnyOrder,
@@ -37,9 +38,8 @@ from sglang_pd.worker.ranks.orders import (
     Unpair,
     Welcome,
     decode_report,
-    encode,
 )
-from sglang_pd.worker.ranks.roster import Ranks
+from sglang_pd.worker.ranks.roster import Ranks, not_paired
 from sglang_pd.worker.rooms.desk import RoomDesk, RoomFacts
 from sglang_pd.worker.rooms.pending import MAX_PENDING, PendingOpen
 from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
@@ -69,7 +69,7 @@ class InstanceControl:
         self._emit = emit
         self._clock = clock
         self.ranks = Ranks(config.topology, config.rank_liveness_s)
-        self._by_party: dict[Party, RankId] = {}
+        self.connections = RankConnections(link)
         self._reports: list[tuple[RankId, AnyReport]] = []
         self.called = True
         """Whether peers may call here. A decode calls, and tells its memory to nobody else."""
@@ -141,11 +141,8 @@ class InstanceControl:
         if not rebuilt:
             self.peering.restate(self._own())
             return
-        cause = ErrorInfo(
-            code="transfer_failed",
-            message="the destination's transport was rebuilt to prove a fence",
-            where=f"rank {joined.rank}",
-        )
+        text = "the destination's transport was rebuilt to prove a fence"
+        cause = ErrorInfo(code="transfer_failed", message=text, where=f"rank {joined.rank}")
         self.peering.begin_anew(self._own(), cause)
 
     def _fail(self, message: str, rank: RankId | None = None) -> None:
@@ -264,11 +261,11 @@ class InstanceControl:
             raise self._why_stopped()
         talk = self.peering.call(pending.address, None, now_s) if self.peering is not None else None
         if talk is not None and self.desk is not None:
-            if talk.stage is Stage.AGREED:
-                if pending.declined is not None:
-                    self.desk.decline(pending.facts.room, talk.epoch, pending.declined, now_s)
-                else:
-                    self.desk.open(pending.facts, talk.epoch, now_s)
+            if talk.stage is Stage.AGREED and pending.declined is not None:
+                self.desk.decline(pending.facts.room, talk.epoch, pending.declined, now_s)
+                return True
+            if talk.stage is Stage.AGREED and not self._unpaired(talk):
+                self.desk.open(pending.facts, talk.epoch, now_s)
                 return True
             if talk.stage is Stage.REFUSED and talk.error is not None:
                 raise from_info(talk.error)
@@ -276,7 +273,15 @@ class InstanceControl:
             return False
         if talk is None:
             raise self._why_stopped()
+        if talk.stage is Stage.AGREED:
+            raise not_paired(self._unpaired(talk), pending.address)
         raise pending.too_late(talk)
+
+    def _unpaired(self, talk: Conversation) -> list[RankId]:
+        """Own ranks that have not said that they know that peer. One that does not can prove nothing against it later:
+        until then nothing is exposed to it.
+        """
+        return [rank for rank in self.ranks.ids if rank not in talk.paired or talk.paired[rank] is not None]
 
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
@@ -307,6 +312,7 @@ class InstanceControl:
         table = self.desk.prefill if talk.source else self.desk.decode
         table.add_peer(talk.epoch, talk.instance, talk.liveness_s, self._clock(), own_epoch=talk.own_epoch)
         self.watch.peer(talk.instance, talk.incarnation, PeerState.READY)
+        self._keep_met()
         self._pair_ranks(talk)
         self._try_pending()
 
@@ -324,7 +330,15 @@ class InstanceControl:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None:
                 self.desk.seeking.lost(epoch, talk.manifest)
+            if self.desk.seeking.open(epoch):
+                return  # a rank that lost the order to seek must not take this one for the end of it
         self.ranks.order(Unpair(peer_epoch=epoch))
+        self._keep_met()
+
+    def _keep_met(self) -> None:
+        if self.desk is not None and self.peering is not None:
+            seeking, talk_with = self.desk.seeking, self.peering.talk_with
+            self.ranks.keep_met(lambda epoch: talk_with(epoch) is not None or seeking.open(epoch))
 
     def fenced(self, own_epoch: int) -> bool:
         """See `peering.Heard`."""
@@ -369,44 +383,38 @@ class InstanceControl:
         except (msgspec.MsgspecError, RecursionError, PdError):
             self.link.counts["malformed_reports"] += 1
             return
-        rank = self._by_party.get(party)
+        rank = self.connections.rank_at(party)
         if rank is None or not self.ranks.heard(rank, self._clock()):
             # This control is new, or gave the rank up: it must introduce itself.
-            self._reach(party, Rejoin(control_epoch=self.epoch))
+            self.connections.send(party, Rejoin(control_epoch=self.epoch))
         else:
             self._on_report(rank, report)
 
     def _join_remote(self, party: Party, report: Joined) -> None:
         if report.control_epoch not in (0, self.epoch):
-            self._reach(party, Rejoin(control_epoch=self.epoch))
+            self.connections.send(party, Rejoin(control_epoch=self.epoch))
             return
         known = self.ranks.epoch_of(report.rank)
-        again = known == report.epoch and self._by_party.get(party) != report.rank
-        if not self._join(report, lambda order: self._reach(party, order), remote=True):
+        again = known == report.epoch and self.connections.rank_at(party) != report.rank
+        if not self._join(report, self.connections.reach(party), remote=True):
             return
-        self._by_party = {p: rank for p, rank in self._by_party.items() if rank != report.rank}
-        self._by_party[party] = report.rank
-        self._reach(party, Welcome(control_epoch=self.epoch))
+        self.connections.settle(report.rank, party)
+        self.connections.send(party, Welcome(control_epoch=self.epoch))
         if (self.ranks.was_lost(report.rank) or again) and self.desk is not None:
             self._rejoined(report.rank)
 
     def _rejoined(self, rank: RankId) -> None:
         """The connection to a rank was made anew: orders and reports on their way are gone. Its rooms cannot go on."""
-        cause = ErrorInfo(
-            code="peer_lost",
-            message="the connection between control and rank was lost and made again",
-            where=f"{self.config.instance_id} rank {rank}",
-        )
+        text = "the connection between control and rank was lost and made again"
+        cause = ErrorInfo(code="peer_lost", message=text, where=f"{self.config.instance_id} rank {rank}")
         if self.desk is None or self.peering is None:
             return
         for talk in self.peering.all():
             if talk.stage is Stage.AGREED:
+                talk.paired.pop(rank, None)  # it may have missed that order, too
                 self._pair_ranks(talk, rank)
         self.desk.fail_all(cause, self._clock())
         self.desk.repeat_orders(rank)
-
-    def _reach(self, party: Party, order: AnyOrder) -> None:
-        self.link.send(party, encode(order))
 
     def _on_report(self, rank: RankId, report: AnyReport) -> None:
         if isinstance(report, Paired):

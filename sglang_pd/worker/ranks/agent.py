@@ -150,6 +150,7 @@ class RankAgent:
         """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
         idle = not self.source.rooms and self.destination.idle
         if control_epoch == self.control_epoch or (not self.control_epoch and idle):
+            self._leaving_control = False  # it stays
             self.join()
         elif not self._leaving_control:
             self._leaving_control = True
@@ -223,7 +224,7 @@ class RankAgent:
             self.source.keep(frozenset(order.generations), frozenset(order.peers))
             self.destination.keep(frozenset(order.generations), frozenset(order.peers))
         elif isinstance(order, Seek):
-            self.destination.seek(order.peer_epoch)
+            self._seek(order)
         elif isinstance(order, Check):
             self.destination.check(order)
         elif isinstance(order, Stop):
@@ -241,6 +242,17 @@ class RankAgent:
         pairing = self._pairings[order.peer_epoch] = pairing_of(order.prefill, order.decode)
         side = self.source if order.source else self.destination
         side.pair(order.peer_epoch, pairing)
+
+    def _seek(self, order: Seek) -> None:
+        self._pairings.pop(order.peer_epoch, None)
+        if order.prefill and not self.destination.knows(order.peer_epoch):
+            pairing = pairing_of(order.prefill, order.decode)
+            try:
+                self.destination.admit(order.peer_epoch, pairing)
+            finally:  # those that the transport does not admit cannot connect
+                self.destination.seek(order.peer_epoch)
+        else:
+            self.destination.seek(order.peer_epoch)
 
     def _begin(self, order: Begin) -> None:
         pairing = self._pairings.get(order.peer_epoch)
@@ -277,9 +289,11 @@ class RankAgent:
         was_seeking = self.destination.seeking
         guard(self.destination.step)
         flying = self.source.step()
-        if self._leaving_control and not flying and not self.destination.seeking:
+        if self._leaving_control and not flying and self.destination.idle:
             self._leaving_control, self.control_epoch = False, 0
             self.join()
+        elif self._leaving_control:
+            self.destination.leave_all()  # of its former control an order to pair may have been on its way
         elif was_seeking and self._describes_anew():
             self._rebuilt += self.backend.capabilities.revoke_scope == "backend"
             self.join()

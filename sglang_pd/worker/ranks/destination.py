@@ -50,12 +50,16 @@ class DestinationSide:
         self._rooms: dict[tuple[int, int], tuple[Begin, RoomIndices]] = {}
 
     def pair(self, peer_epoch: int, pairing: Pairing) -> None:
-        """Remember which ranks of an accepted source instance write here; they connect to this rank."""
+        """Meet an accepted source instance. Answered by `Paired`."""
+        self.admit(peer_epoch, pairing)
+        self._report(Paired(peer_epoch=peer_epoch))
+
+    def admit(self, peer_epoch: int, pairing: Pairing) -> None:
+        """Remember which ranks of a source instance write here; they connect to this rank."""
         writers = [src for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves]
         self._writers[peer_epoch] = _Writers(pairing, open_epochs={src.epoch for src in writers})
         for src in writers:
             self._backend.admit(src.epoch, src.transport.connect)  # it may die before it ever connects
-        self._report(Paired(peer_epoch=peer_epoch))
 
     def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:
         """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise; answered by
@@ -101,9 +105,13 @@ class DestinationSide:
         """
         return not self._writers
 
+    def knows(self, peer_epoch: int) -> bool:
+        """Whether this rank was told of that instance: its writers may have connected all the same."""
+        return peer_epoch in self._writers or peer_epoch in self._proven
+
     def seek(self, peer_epoch: int) -> None:
-        """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank was
-        never told of (an order was lost) nothing is known: its writers may have connected all the same.
+        """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank does
+        not know nothing can be said.
         """
         writers = self._writers.get(peer_epoch)
         if writers is not None:

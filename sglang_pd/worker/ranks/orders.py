@@ -88,9 +88,14 @@ class Live(Order, frozen=True, kw_only=True):
 
 
 class Seek(Order, frozen=True, kw_only=True):
-    """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`."""
+    """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`.
+
+    prefill, decode: as in `Pair`, for a rank that missed it; empty where nobody was ever told.
+    """
 
     peer_epoch: Epoch
+    prefill: Manifest = b""
+    decode: Manifest = b""
 
 
 class Check(Order, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import msgspec
 
 from sglang_pd.backends.library.process import Watch as Process
-from sglang_pd.protocol.errors import ErrorInfo, ManifestError
+from sglang_pd.protocol.errors import ErrorInfo, ManifestError, RoomError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
-from sglang_pd.worker.ranks.orders import AnyOrder, Joined
+from sglang_pd.worker.ranks.orders import AnyOrder, Joined, Pair, Seek
 
 log = logging.getLogger("sglang_pd.worker")
 
@@ -42,6 +42,8 @@ class Ranks:
         self._ranks: dict[RankId, _Rank] = {}
         self._lost: dict[RankId, _Rank] = {}
         self._refused_s: dict[RankId, float] = {}
+        self._met: dict[int, Pair] = {}
+        """How source instances were met, by their epochs."""
         self.fault: ErrorInfo | None = None
         """All have joined, but they contradict each other: how."""
         self._faulted_s = float("-inf")
@@ -136,11 +138,22 @@ class Ranks:
         return self._want
 
     def order(self, order: AnyOrder, rank: RankId | None = None) -> None:
-        """Give an order to one rank, or to all. Ranks that are not there are skipped: their loss is told apart."""
+        """Give an order to one rank, or to all. Ranks that are not there are skipped: their loss is told apart.
+
+        `Seek` gets the manifests of the `Pair` before it, which a rank may have missed.
+        """
+        if isinstance(order, Pair) and not order.source:
+            self._met[order.peer_epoch] = order
+        elif isinstance(order, Seek) and (met := self._met.get(order.peer_epoch)) is not None:
+            order = msgspec.structs.replace(order, prefill=met.prefill, decode=met.decode)
         for target in self._want if rank is None else (rank,):
             entry = self._ranks.get(target)
             if entry is not None:
                 entry.reach(order)
+
+    def keep_met(self, wanted: Callable[[int], bool]) -> None:
+        """Forget how source instances were met, but for these."""
+        self._met = {epoch: met for epoch, met in self._met.items() if wanted(epoch)}
 
     def lost(self, now_s: float) -> list[RankId]:
         """Remote ranks that were silent for too long; each is named once."""
@@ -153,3 +166,15 @@ class Ranks:
         """Lost ranks whose process has ended since, for certain; each is named once."""
         lost = {rank: entry.process for rank, entry in self._lost.items()}
         return [rank for rank, process in lost.items() if process and not process.known() and process.gone()]
+
+
+def not_paired(ranks: list[RankId], address: str) -> RoomError:
+    """Why a room was not opened at a peer with which the instance agreed."""
+    return RoomError(
+        "not every rank of this instance has met the peer in time",
+        code="peer_unknown",
+        where=address,
+        expected="an answer of every rank",
+        actual=f"none of {', '.join(map(str, ranks))}",
+        hint="Does each of these ranks run, and is its connection to its control whole?",
+    )

@@ -1,0 +1,33 @@
+"""The connections of a control to its ranks in other processes: which rank speaks where."""
+
+from __future__ import annotations
+
+from sglang_pd.protocol.manifest import RankId
+from sglang_pd.worker.peers.link import Link, Party
+from sglang_pd.worker.ranks.orders import AnyOrder, encode
+from sglang_pd.worker.ranks.roster import Reach
+
+
+class RankConnections:
+    """By the party of each rank. Control thread only."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._by_party: dict[Party, RankId] = {}
+
+    def rank_at(self, party: Party) -> RankId | None:
+        """Who joined from there, and from nowhere else since."""
+        return self._by_party.get(party)
+
+    def settle(self, rank: RankId, party: Party) -> None:
+        """That rank speaks from there now."""
+        self._by_party = {p: other for p, other in self._by_party.items() if other != rank}
+        self._by_party[party] = rank
+
+    def send(self, party: Party, order: AnyOrder) -> None:
+        """An order to whoever speaks there."""
+        self._link.send(party, encode(order))
+
+    def reach(self, party: Party) -> Reach:
+        """How to give orders to the rank that speaks there."""
+        return lambda order: self.send(party, order)
