@@ -387,8 +387,10 @@ class InstanceControl:
         if rank is None or not self.ranks.heard(rank, self._clock()):
             # This control is new, or gave the rank up: it must introduce itself.
             self.connections.send(party, Rejoin(control_epoch=self.epoch))
-        else:
-            self._on_report(rank, report)
+            return
+        if self.connections.missed(rank):
+            self._rejoined(rank, "orders to the rank were dropped: too many waited for it")
+        self._on_report(rank, report)
 
     def _join_remote(self, party: Party, report: Joined) -> None:
         if report.control_epoch not in (0, self.epoch):
@@ -401,11 +403,10 @@ class InstanceControl:
         self.connections.settle(report.rank, party)
         self.connections.send(party, Welcome(control_epoch=self.epoch))
         if (self.ranks.was_lost(report.rank) or again) and self.desk is not None:
-            self._rejoined(report.rank)
+            self._rejoined(report.rank, "the connection between control and rank was lost and made again")
 
-    def _rejoined(self, rank: RankId) -> None:
-        """The connection to a rank was made anew: orders and reports on their way are gone. Its rooms cannot go on."""
-        text = "the connection between control and rank was lost and made again"
+    def _rejoined(self, rank: RankId, text: str) -> None:
+        """Orders to a rank, or reports of it, are gone. Its rooms cannot go on."""
         cause = ErrorInfo(code="peer_lost", message=text, where=f"{self.config.instance_id} rank {rank}")
         if self.desk is None or self.peering is None:
             return
@@ -450,6 +451,7 @@ class InstanceControl:
         """Who did not look (a stopped process, a starved thread) cannot say that nobody spoke: peers get that time. Who
         was silent for as long as its own liveness was given up by those it writes to, and must write no more.
         """
+        self.connections.note_dropped()
         now_s = self._clock()
         stall_s, self._turned_s = now_s - self._turned_s, now_s
         if self.desk is None or self.peering is None or stall_s < STALL_S:

@@ -75,7 +75,7 @@ def test_a_rank_that_comes_back_is_waited_for_again() -> None:
     at = Deciding()
     for rank in (FIRST, SECOND):
         at.control._on_report(rank, Paired(peer_epoch=PEER))
-    at.control._rejoined(SECOND)
+    at.control._rejoined(SECOND, "lost")
     assert not at.tries()
     assert [(type(order), rank) for order, rank in at.ordered] == [(Pair, SECOND)]
     at.control._on_report(SECOND, Paired(peer_epoch=PEER))

@@ -1,8 +1,8 @@
 """The sockets of one control: a ROUTER that peers and own ranks call, and a DEALER for each peer it calls itself.
 
-Frames of one turn leave together, without waiting; what cannot is dropped and counted, since the protocol recovers lost
-messages. With CURVE keys a client whose key is not listed is dropped by the library before any body is read. Data
-planes are not covered by CURVE.
+Frames of one turn leave together, without waiting; what cannot is dropped and counted. Between peers the protocol
+recovers lost messages; between control and rank a loss counts as a broken connection. With CURVE keys a client whose
+key is not listed is dropped by the library before any body is read. Data planes are not covered by CURVE.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Link:
         self._dials: dict[int, Dial] = {}
         self.gone: set[Party] = set()
         """Callers whose connection the last `flush` found closed: nobody will ever speak from there again."""
+        self.dropped: set[Party] = set()
+        """Whom the last `flush` did not send everything that was theirs."""
         self._zap: zmq.Socket[bytes] | None = None
         if curve is not None:
             # One authenticator a context: libzmq asks it about every new connection, before any message passes.
@@ -187,6 +189,7 @@ class Link:
         """Let everything queued leave. What cannot is dropped and counted: no such party, or its queue is full."""
         self._home.check()
         self.gone.clear()
+        self.dropped.clear()
         while self._out:
             party, frames = self._out.popitem()
             for batch in _batches(frames):
@@ -200,6 +203,7 @@ class Link:
                 self._routers[party.socket].send_multipart([party.identity, *frames], zmq.DONTWAIT)
         except (zmq.ZMQError, KeyError) as error:
             self.counts["send_dropped"] += len(frames)
+            self.dropped.add(party)
             if isinstance(party, Caller) and getattr(error, "errno", None) == zmq.EHOSTUNREACH:
                 self.gone.add(party)
 

@@ -1,4 +1,4 @@
-"""The connections of a control to its ranks in other processes: which rank speaks where."""
+"""The connections of a control to its ranks in other processes: which rank speaks where, and who missed orders."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class RankConnections:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._by_party: dict[Party, RankId] = {}
+        self._missed: set[RankId] = set()
 
     def rank_at(self, party: Party) -> RankId | None:
         """Who joined from there, and from nowhere else since."""
@@ -23,6 +24,21 @@ class RankConnections:
         """That rank speaks from there now."""
         self._by_party = {p: other for p, other in self._by_party.items() if other != rank}
         self._by_party[party] = rank
+        self._missed.discard(rank)
+
+    def note_dropped(self) -> None:
+        """Before anything is heard in a turn: orders that the last one gave may not have left. No order is repeated by
+        itself, so whoever missed one is where it would be after a broken connection.
+        """
+        self._missed |= {self._by_party[party] for party in self._link.dropped if party in self._by_party}
+
+    def missed(self, rank: RankId) -> bool:
+        """Whether a rank that is heard missed orders. It is told again, which may be dropped as well."""
+        if rank not in self._missed:
+            return False
+        self._missed.discard(rank)
+        self._link.counts["ranks_told_again"] += 1
+        return True
 
     def send(self, party: Party, order: AnyOrder) -> None:
         """An order to whoever speaks there."""

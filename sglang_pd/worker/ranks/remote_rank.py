@@ -16,13 +16,15 @@ class RemoteRank:
 
     def __init__(self, address: str, *, curve: CurveKeys | None, heartbeat_s: float) -> None:
         self.link = Link(curve)
+        self._address = address
         self._control = self.link.call(address)
         self._heartbeat_s = heartbeat_s
         self._next_s = float("-inf")
+        self._dropped = False
         self.agent: RankAgent | None = None
 
     def report(self, report: AnyReport) -> None:
-        """Send a report. One that is lost shows as a room that is asked about again."""
+        """Send a report. Where one is lost, this rank connects anew: no report is repeated by itself."""
         self.link.send(self._control, encode(report))
 
     def on_frame(self, party: Party, frame: bytes) -> None:
@@ -42,14 +44,29 @@ class RemoteRank:
             self.agent.order(order)
 
     def wake(self) -> None:
-        """Nothing is due."""
+        """Reports of the last turn may not have left."""
+        self._dropped = self._dropped or self._control in self.link.dropped
 
     def turn(self) -> None:
         """Say that this rank lives."""
         now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + self._heartbeat_s
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._heartbeat_s
+        try:
+            if self._dropped:
+                self._connect_anew()
+        finally:
             self.report(Alive())
+
+    def _connect_anew(self) -> None:
+        """The control does not know who speaks there, has this rank join again, and both begin anew. Raises `RoomError`
+        where no socket is left; the old one stays until the next heartbeat.
+        """
+        former, self._control = self._control, self.link.call(self._address)
+        self.link.hang_up(former)
+        self._dropped = False
+        self.link.counts["connected_anew"] += 1
 
     def next_timer_s(self) -> float | None:
         """When the next heartbeat is due."""

@@ -1,0 +1,190 @@
+"""Orders and reports between a control and its rank that could not be sent: a loss is a broken connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.local_pair import CONFIG, IDS, KV, LocalPair
+
+from sglang_pd import Network, PrefillEndpoint, RankEndpoint, RankSetup, create_backend, new_epoch
+from sglang_pd.memory.layout import Capacity, layout_rank
+from sglang_pd.memory.scope import Scope
+from sglang_pd.memory.spec import StateSpec
+from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.worker.control import RANKS
+from sglang_pd.worker.peers.link import Called, Caller, Link
+from sglang_pd.worker.ranks.connections import RankConnections
+from sglang_pd.worker.ranks.orders import Begin, WroteRange, decode_order, decode_report
+from sglang_pd.worker.ranks.remote_rank import RemoteRank
+
+TWO = Topology(tp=2)
+SECOND = RankId(0, 1)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 15
+    while not true():
+        assert time.monotonic() < deadline_s, "did not come true"
+        time.sleep(0.01)
+
+
+def test_a_link_says_whom_its_last_flush_did_not_send_everything() -> None:
+    link = Link(None)
+    try:
+        link.listen(RANKS, "tcp://127.0.0.1:*")
+        unknown, closed = Caller(RANKS, b"nobody"), link.call("tcp://127.0.0.1:9")
+        link.hang_up(closed)
+        there = link.call("tcp://127.0.0.1:9")
+        for party in (unknown, closed, there):
+            link.send(party, b"frame")
+        link.flush()
+        assert link.dropped == {unknown, closed} and link.counts["send_dropped"] == 2
+        link.flush()
+        assert not link.dropped
+    finally:
+        link.close()
+
+
+def test_a_rank_that_missed_orders_is_told_again_once_for_each_time() -> None:
+    link: Any = SimpleNamespace(dropped=set(), counts={"ranks_told_again": 0})
+    connections = RankConnections(link)
+    party, other = Caller(RANKS, b"one"), Caller(RANKS, b"two")
+    connections.settle(SECOND, party)
+    link.dropped = {party, Called(3)}
+    for _ in range(2):  # what it is told again is dropped as well
+        connections.note_dropped()
+        assert connections.missed(SECOND)
+        assert not connections.missed(SECOND)
+    connections.note_dropped()
+    connections.settle(SECOND, other)
+    assert not connections.missed(SECOND), "it is told everything when it joins from elsewhere"
+    connections.note_dropped()
+    assert not connections.missed(SECOND) and link.counts["ranks_told_again"] == 2
+
+
+class Strikes:
+    """Takes frames out of what a link flushes, as a full queue would."""
+
+    def __init__(self, link: Link, strikes: Callable[[bytes], bool]) -> None:
+        self.on, self.struck = False, 0
+        self._link, self._strikes, self._flush = link, strikes, link._flush
+        link._flush = self.flush  # type: ignore[method-assign]
+
+    def flush(self, party: Any, frames: list[bytes]) -> None:
+        if self.on and any(self._strikes(frame) for frame in frames):
+            self.struck += 1
+            self._link.dropped.add(party)
+        else:
+            self._flush(party, frames)
+
+
+class Instance:
+    """A prefill of two ranks, both in this process, towards the decode of a pair."""
+
+    def __init__(self, pair: LocalPair) -> None:
+        self.pair, self.closing, setups = pair, list[Any](), []
+        for rank in (RankId(0, 0), SECOND):
+            backend = create_backend("local", epoch=new_epoch())
+            layout = layout_rank(StateSpec((KV,), layers=2), Capacity(512, 16), TWO, rank)
+            segments = Scope(backend).allocate_layout(layout)
+            setups.append(RankSetup(backend=backend, components=layout.components, segments=segments, rank=rank))
+            self.closing.append(backend)
+        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=1.0, verify="off")
+        self.at = PrefillEndpoint(config, setups[0], Network(ranks_bind="tcp://127.0.0.1:0"))
+        self.rank = RankEndpoint(setups[1], self.at.ranks_address, heartbeat_s=0.1)
+        self.closing[:0] = [self.rank, self.at]
+        self.said: dict[int, list[str]] = {}
+        until(lambda: self.at.ready)
+
+    def start(self, room: int) -> None:
+        handle = self.at.request(room, IDS, self.pair.prefill.lists())
+        self.pair.decode.at.open(room, self.at.address, IDS, self.pair.decode.lists())
+        for rank in (self.at, self.rank):
+            rank.send(handle, 0, len(IDS), last=True)
+        self.at.finish(handle, len(IDS), b"record")
+
+    def ends(self, room: int) -> list[str]:
+        """How a room ended at decode, once both sides have its memory back."""
+        until(lambda: "releasable" in self.of(room))
+        return self.pair.decode.released(room)
+
+    def of(self, room: int) -> list[str]:
+        for event in self.at.poll():
+            self.said.setdefault(event.room, []).append(event.kind.value)
+        return self.said.get(room, [])
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    pair = LocalPair(verify="off")
+    one = Instance(pair)
+    yield one
+    for each in (*one.closing, pair):
+        each.close()
+
+
+def ended_well(said: list[str]) -> bool:
+    return said == ["admitted", "done", "releasable"]
+
+
+def test_a_dropped_order_fails_the_rooms_of_its_rank_and_no_later_one(instance: Instance) -> None:
+    strikes = Strikes(instance.at.link, lambda frame: frame_is(decode_order, frame, (Begin,)))
+    instance.start(1)
+    assert ended_well(instance.ends(1))
+    strikes.on = True
+    instance.start(2)
+    until(lambda: strikes.struck)
+    assert instance.ends(2)[0] == "failed:peer_lost"
+    strikes.on = False
+    assert instance.at.stats()["count_ranks_told_again"] == 1 and instance.at.ready
+    instance.start(3)
+    assert ended_well(instance.ends(3))
+    until(lambda: not instance.rank.agent.source.rooms)
+
+
+def test_a_dropped_report_has_its_rank_join_again(instance: Instance) -> None:
+    link = instance.rank._remote.link
+    strikes = Strikes(link, lambda frame: frame_is(decode_report, frame, (WroteRange,)))
+    instance.start(1)
+    assert ended_well(instance.ends(1))
+    strikes.on = True
+    instance.start(2)
+    until(lambda: strikes.struck)
+    assert instance.ends(2)[0] == "failed:peer_lost"
+    strikes.on = False
+    assert link.counts["connected_anew"] == 1 and len(link.sockets()) == 1
+    instance.start(3)
+    assert ended_well(instance.ends(3))
+
+
+def frame_is(decode: Callable[[bytes], Any], frame: bytes, kinds: tuple[type, ...]) -> bool:
+    try:
+        return isinstance(decode(frame), kinds)
+    except Exception:  # a frame of another socket
+        return False
+
+
+def test_without_a_socket_for_another_connection_the_former_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = RemoteRank("tcp://127.0.0.1:9", curve=None, heartbeat_s=0.0)
+    try:
+        former = rank._control
+        rank.link.dropped = {former}
+        rank.wake()
+
+        def full(address: str) -> Called:
+            raise OSError("no descriptor left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rank.link, "call", full)
+            with pytest.raises(OSError):
+                rank.turn()
+            assert rank._control == former and former in rank.link._out, "its heartbeat is said all the same"
+        rank.turn()
+        assert rank._control != former and rank.link.counts["connected_anew"] == 1
+    finally:
+        rank.link.close()
