@@ -132,6 +132,9 @@ class Flying:
     def poll(self) -> TransferState:
         return self.state
 
+    def cancel(self) -> None:
+        """It is under way: no effect."""
+
 
 class Rig:
     """A source side with one room that has a write in flight."""

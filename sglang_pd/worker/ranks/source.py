@@ -226,7 +226,7 @@ class SourceSide:
             self._report(Fenced(room=order.room, generation=order.generation, fenced=True))
             return
         entry.halted, entry.said = True, None  # a repeated order is answered again
-        self._drop_waiting(entry)
+        self._give_up(entry)
         self._check_fence(entry)
 
     def forget(self, order: Forget) -> None:
@@ -245,7 +245,7 @@ class SourceSide:
         """The room is over here. What is still in flight is kept until it is not: it is what a fence asks about."""
         entry = self._rooms.get(handle)
         if entry is not None:
-            self._drop_waiting(entry)
+            self._give_up(entry)
             entry.faulted = entry.halted = entry.orphan = True  # halted: its fence is sought
             if all(flight.quiesced for flight in entry.flights):
                 self._drop(entry)
@@ -254,9 +254,13 @@ class SourceSide:
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
 
-    def _drop_waiting(self, entry: _Room) -> None:
+    def _give_up(self, entry: _Room) -> None:
+        """Neither what waits for its order is posted, nor what waits behind its event."""
         self._waiting -= len(entry.waiting)
         entry.waiting.clear()
+        for flight in entry.flights:
+            for _, transfer in flight.transfers:
+                transfer.cancel()
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -425,7 +429,7 @@ class SourceSide:
         if entry.faulted:
             return
         entry.faulted = True
-        self._drop_waiting(entry)
+        self._give_up(entry)
         room, generation = (entry.begun.room, entry.begun.generation) if entry.begun else (0, 0)
         self._report(RoomFault(room=room, generation=generation, handle=entry.handle, error=info))
 
