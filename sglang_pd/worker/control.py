@@ -34,9 +34,7 @@ from sglang_pd.worker.ranks.orders import (
     Pair,
     Paired,
     PeerFault,
-    Rejoin,
     Unpair,
-    Welcome,
     decode_report,
 )
 from sglang_pd.worker.ranks.roster import Ranks, not_paired
@@ -69,7 +67,7 @@ class InstanceControl:
         self._emit = emit
         self._clock = clock
         self.ranks = Ranks(config.topology, config.rank_liveness_s)
-        self.connections = RankConnections(link)
+        self.connections = RankConnections(link, self.epoch, config.rank_liveness_s)
         self._reports: list[tuple[RankId, AnyReport]] = []
         self.called = True
         """Whether peers may call here. A decode calls, and tells its memory to nobody else."""
@@ -386,22 +384,24 @@ class InstanceControl:
         rank = self.connections.rank_at(party)
         if rank is None or not self.ranks.heard(rank, self._clock()):
             # This control is new, or gave the rank up: it must introduce itself.
-            self.connections.send(party, Rejoin(control_epoch=self.epoch))
+            self.connections.rejoin(party)
             return
         if self.connections.missed(rank):
             self._rejoined(rank, "orders to the rank were dropped: too many waited for it")
-        self._on_report(rank, report)
+        if isinstance(report, Alive):
+            self.connections.welcome(party)
+        else:
+            self._on_report(rank, report)
 
     def _join_remote(self, party: Party, report: Joined) -> None:
         if report.control_epoch not in (0, self.epoch):
-            self.connections.send(party, Rejoin(control_epoch=self.epoch))
+            self.connections.rejoin(party)
             return
         known = self.ranks.epoch_of(report.rank)
         again = known == report.epoch and self.connections.rank_at(party) != report.rank
         if not self._join(report, self.connections.reach(party), remote=True):
             return
         self.connections.settle(report.rank, party)
-        self.connections.send(party, Welcome(control_epoch=self.epoch))
         if (self.ranks.was_lost(report.rank) or again) and self.desk is not None:
             self._rejoined(report.rank, "the connection between control and rank was lost and made again")
 
@@ -426,7 +426,7 @@ class InstanceControl:
             self._join(report, self.ranks.reach_of(rank), remote=False)
         elif isinstance(report, HandedOff) and rank != self.config.topology.record_rank:
             self.link.counts["records_of_other_ranks"] += 1  # every rank may call `finish`; one record travels
-        elif self.desk is not None and not isinstance(report, Alive):
+        elif self.desk is not None:
             self.desk.report(rank, report, self._clock())
 
     def _on_paired(self, rank: RankId, report: Paired) -> None:

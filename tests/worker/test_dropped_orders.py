@@ -19,7 +19,7 @@ from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.worker.control import RANKS
 from sglang_pd.worker.peers.link import Called, Caller, Link
 from sglang_pd.worker.ranks.connections import RankConnections
-from sglang_pd.worker.ranks.orders import Begin, WroteRange, decode_order, decode_report
+from sglang_pd.worker.ranks.orders import Begin, Rejoin, Welcome, WroteRange, decode_order, decode_report, encode
 from sglang_pd.worker.ranks.remote_rank import RemoteRank
 
 TWO = Topology(tp=2)
@@ -52,7 +52,8 @@ def test_a_link_says_whom_its_last_flush_did_not_send_everything() -> None:
 
 def test_a_rank_that_missed_orders_is_told_again_once_for_each_time() -> None:
     link: Any = SimpleNamespace(dropped=set(), counts={"ranks_told_again": 0})
-    connections = RankConnections(link)
+    link.send = lambda party, frame: True
+    connections = RankConnections(link, 1, 5.0)
     party, other = Caller(RANKS, b"one"), Caller(RANKS, b"two")
     connections.settle(SECOND, party)
     link.dropped = {party, Called(3)}
@@ -94,7 +95,7 @@ class Instance:
             segments = Scope(backend).allocate_layout(layout)
             setups.append(RankSetup(backend=backend, components=layout.components, segments=segments, rank=rank))
             self.closing.append(backend)
-        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=1.0, verify="off")
+        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=2.0, verify="off")
         self.at = PrefillEndpoint(config, setups[0], Network(ranks_bind="tcp://127.0.0.1:0"))
         self.rank = RankEndpoint(setups[1], self.at.ranks_address, heartbeat_s=0.1)
         self.closing[:0] = [self.rank, self.at]
@@ -172,7 +173,7 @@ def frame_is(decode: Callable[[bytes], Any], frame: bytes, kinds: tuple[type, ..
 def test_without_a_socket_for_another_connection_the_former_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = RemoteRank("tcp://127.0.0.1:9", curve=None, heartbeat_s=0.0)
     try:
-        former = rank._control
+        former, rank._answered = rank._control, True
         rank.link.dropped = {former}
         rank.wake()
 
@@ -186,5 +187,76 @@ def test_without_a_socket_for_another_connection_the_former_one_stays(monkeypatc
             assert rank._control == former and former in rank.link._out, "its heartbeat is said all the same"
         rank.turn()
         assert rank._control != former and rank.link.counts["connected_anew"] == 1
+    finally:
+        rank.link.close()
+
+
+def test_orders_that_stop_while_reports_go_on_make_the_rank_connect_anew(instance: Instance) -> None:
+    """The connection stands and one direction of it is dead: the control hears its rank and sees nothing wrong."""
+    remote = instance.rank._remote
+    deaf, on_frame = remote._control, remote.on_frame
+    instance.start(1)
+    assert ended_well(instance.ends(1))
+
+    def half(party: Any, frame: bytes) -> None:
+        if party != deaf:
+            on_frame(party, frame)
+
+    remote.on_frame = half  # type: ignore[method-assign]
+    instance.start(2)
+    assert instance.ends(2)[0] == "failed:peer_lost"
+    assert instance.at.ready and remote.link.counts["connected_anew"] == 1
+    instance.start(3)
+    assert ended_well(instance.ends(3))
+
+
+def test_a_rank_that_its_control_has_nothing_to_tell_keeps_its_connection(instance: Instance) -> None:
+    time.sleep(2.6)
+    assert not instance.rank._remote.link.counts["connected_anew"]
+
+
+def heartbeats(rank: RemoteRank, count: int) -> None:
+    for _ in range(count):
+        rank._next_s = float("-inf")
+        rank.turn()
+
+
+def test_a_rank_is_as_patient_as_its_control_says_and_more_with_one_that_never_answered() -> None:
+    rank = RemoteRank("tcp://127.0.0.1:9", curve=None, heartbeat_s=1.0)
+    try:
+        first = rank._control
+        heartbeats(rank, 31)
+        assert rank._control == first
+        heartbeats(rank, 1)
+        second = rank._control
+        assert second != first and len(rank.link.sockets()) == 1
+        rank.agent = SimpleNamespace(control_epoch=0)  # type: ignore[assignment]
+        rank.on_frame(second, encode(Welcome(control_epoch=7, liveness_s=3.0)))
+        heartbeats(rank, 4)
+        assert rank._control == second and rank.agent is not None and rank.agent.control_epoch == 7
+        heartbeats(rank, 1)
+        assert rank._control != second
+        third = rank._control
+        rank.on_frame(third, encode(Welcome(control_epoch=7, liveness_s=0.1)))
+        heartbeats(rank, 2)
+        assert rank._control == third, "two heartbeats at least, whatever the liveness"
+    finally:
+        rank.link.close()
+
+
+def test_what_was_dropped_before_a_rank_is_asked_to_join_is_void() -> None:
+    rank = RemoteRank("tcp://127.0.0.1:9", curve=None, heartbeat_s=1.0)
+    try:
+        former = rank._control
+        rank.link.dropped = {former}
+        rank.wake()
+        rank.link.dropped = set()
+        heartbeats(rank, 2)
+        assert rank._control == former, "nobody answered there: it may not be connected yet"
+        asked: list[int] = []
+        rank.agent = SimpleNamespace(rejoin=asked.append)  # type: ignore[assignment]
+        rank.on_frame(former, encode(Rejoin(control_epoch=7)))
+        heartbeats(rank, 1)
+        assert asked == [7] and rank._control == former
     finally:
         rank.link.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.peers.link import Link, Party
-from sglang_pd.worker.ranks.orders import AnyOrder, encode
+from sglang_pd.worker.ranks.orders import AnyOrder, Rejoin, Welcome, encode
 from sglang_pd.worker.ranks.roster import Reach
 
 
 class RankConnections:
     """By the party of each rank. Control thread only."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, control_epoch: int, liveness_s: float) -> None:
         self._link = link
+        self._rejoin = Rejoin(control_epoch=control_epoch)
+        self._welcome = Welcome(control_epoch=control_epoch, liveness_s=liveness_s)
         self._by_party: dict[Party, RankId] = {}
         self._missed: set[RankId] = set()
 
@@ -25,6 +27,15 @@ class RankConnections:
         self._by_party = {p: other for p, other in self._by_party.items() if other != rank}
         self._by_party[party] = rank
         self._missed.discard(rank)
+        self.welcome(party)
+
+    def welcome(self, party: Party) -> None:
+        """Tell a rank that it is heard, and belongs here."""
+        self._send(party, self._welcome)
+
+    def rejoin(self, party: Party) -> None:
+        """Have whoever speaks there introduce itself."""
+        self._send(party, self._rejoin)
 
     def note_dropped(self) -> None:
         """Before anything is heard in a turn: orders that the last one gave may not have left. No order is repeated by
@@ -40,10 +51,9 @@ class RankConnections:
         self._link.counts["ranks_told_again"] += 1
         return True
 
-    def send(self, party: Party, order: AnyOrder) -> None:
-        """An order to whoever speaks there."""
-        self._link.send(party, encode(order))
-
     def reach(self, party: Party) -> Reach:
         """How to give orders to the rank that speaks there."""
-        return lambda order: self.send(party, order)
+        return lambda order: self._send(party, order)
+
+    def _send(self, party: Party, order: AnyOrder) -> None:
+        self._link.send(party, encode(order))

@@ -116,9 +116,13 @@ class Rejoin(Order, frozen=True, kw_only=True):
 
 
 class Welcome(Order, frozen=True, kw_only=True):
-    """Answer to `Joined` for a rank in another process: the control of that epoch took it in."""
+    """Answer to `Joined` and to every `Alive` of a rank in another process: the control of that epoch has it.
+
+    liveness_s: a rank that hears nothing for so long connects anew, as one that is not heard is given up.
+    """
 
     control_epoch: Epoch
+    liveness_s: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Stop(Order, frozen=True, kw_only=True):
@@ -219,7 +223,7 @@ class Checked(Report, frozen=True, kw_only=True):
 
 
 class Alive(Report, frozen=True, kw_only=True):
-    """Heartbeat of a rank towards its own control, with its counters."""
+    """Heartbeat of a rank towards its own control, with its counters. Answered by `Welcome`, or `Rejoin`."""
 
     counters: dict[str, float] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 import msgspec
 
@@ -10,9 +11,14 @@ from sglang_pd.worker.peers.link import CurveKeys, Link, Party
 from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.orders import Alive, AnyReport, Rejoin, Welcome, decode_order, encode
 
+LIVENESS_S: Final = 5.0
+"""Until a control says what its own is."""
+FIRST_ANSWER_S: Final = 30.0
+"""A connection that never answered may still be on its way through the addresses of a name."""
+
 
 class RemoteRank:
-    """What the loop drives in a rank's process: orders in, reports out, a heartbeat towards the control."""
+    """What the loop drives in a rank's process: orders in, reports out, a heartbeat that the control answers."""
 
     def __init__(self, address: str, *, curve: CurveKeys | None, heartbeat_s: float) -> None:
         self.link = Link(curve)
@@ -20,7 +26,12 @@ class RemoteRank:
         self._control = self.link.call(address)
         self._heartbeat_s = heartbeat_s
         self._next_s = float("-inf")
+        self._liveness_s = LIVENESS_S
         self._dropped = False
+        self._answered = False
+        """Something was heard over this connection."""
+        self._unanswered = 0
+        """Heartbeats since. Time would not do: a process that was stopped did not listen meanwhile."""
         self.agent: RankAgent | None = None
 
     def report(self, report: AnyReport) -> None:
@@ -34,11 +45,13 @@ class RemoteRank:
         except (msgspec.MsgspecError, RecursionError):
             self.link.counts["malformed_orders"] += 1
             return
+        self._answered, self._unanswered = True, 0
         if self.agent is None:
             return
         if isinstance(order, Welcome):
-            self.agent.control_epoch = order.control_epoch
+            self.agent.control_epoch, self._liveness_s = order.control_epoch, order.liveness_s
         elif isinstance(order, Rejoin):
+            self._dropped = False  # what was reported before is void
             self.agent.rejoin(order.control_epoch)
         else:
             self.agent.order(order)
@@ -54,10 +67,19 @@ class RemoteRank:
             return
         self._next_s = now_s + self._heartbeat_s
         try:
-            if self._dropped:
+            if self._broken:
                 self._connect_anew()
         finally:
             self.report(Alive())
+            self._unanswered += 1
+
+    @property
+    def _broken(self) -> bool:
+        """Whether something that was sent there is lost, or what should come back: one direction may stop alone."""
+        silent_s = self._unanswered * self._heartbeat_s
+        if not self._answered:
+            return silent_s > max(FIRST_ANSWER_S, self._liveness_s)
+        return self._dropped or (self._unanswered > 1 and silent_s > self._liveness_s)
 
     def _connect_anew(self) -> None:
         """The control does not know who speaks there, has this rank join again, and both begin anew. Raises `RoomError`
@@ -65,7 +87,8 @@ class RemoteRank:
         """
         former, self._control = self._control, self.link.call(self._address)
         self.link.hang_up(former)
-        self._dropped = False
+        self._dropped = self._answered = False
+        self._unanswered = 0
         self.link.counts["connected_anew"] += 1
 
     def next_timer_s(self) -> float | None:
