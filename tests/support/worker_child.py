@@ -100,6 +100,8 @@ class Child:
         self.bad_link = BadLink(self.link, conf.get("seed", 1)) if conf.get("bad_link") else None
         self.by_handle: dict[int, Room] = {}
         self.by_room: dict[int, Room] = {}
+        self.handles: dict[int, int] = {}
+        """The latest handle of every room there ever was."""
         self.wrong = 0
 
     def _instance(self, setup: RankSetup, keys: CurveKeys | None) -> Any:
@@ -189,6 +191,7 @@ class Child:
             raise
         entry.handle = handle
         self.by_handle[handle] = self.by_room[entry.room] = entry
+        self.handles[entry.room] = handle
         return {"room": entry.room, "handle": handle, "lists": self.memory.numbers(entry.lists)}
 
     def do_fill(
@@ -212,7 +215,8 @@ class Child:
         self.memory.wipe(self.memory.lists(lists), Prompt(tokens))
 
     def do_abort(self, room: int) -> None:
-        self.endpoint.abort(self.by_room[room].handle)
+        if room in self.handles:  # an engine cannot abort what it never began
+            self.endpoint.abort(self.handles[room])
 
     def do_drain(self, deadline_s: float = 5.0) -> None:
         self.endpoint.drain(deadline_s)

@@ -85,9 +85,8 @@ def test_a_decode_that_never_comes_costs_prefill_one_lease(pair: tuple[WorkerPro
         prefill.released(handle)
 
 
-def test_an_abort_before_during_and_after(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
+def test_an_abort_before_it_is_opened_and_after_its_end(pair: tuple[WorkerProcess, WorkerProcess]) -> None:
     prefill, decode = pair
-    decode.ask("abort", room=80)  # before anybody heard of it: nothing
     p = prefill.ask("serve", room=80, tokens=10, seed=80)["handle"]
     prefill.ask("abort", room=80)  # before decode opened it
     assert prefill.end_of(p)["event"] == "aborted"
