@@ -11,6 +11,8 @@ One thread of ours drives the library's agent (`nixl.engine`); the owner of the 
   bytes may wait in the peer's sockets. It becomes FAILED when the kernel shows that the peer's process has exited (a
   pidfd; same host and PID namespace, host memory on both sides). A transfer of which nothing was handed over, or
   whose every piece that was handed over ended well, needs no such proof.
+  Nor does one to a peer that both sides reach by CMA alone, once the library has closed the connection: what this
+  process copies with its own system calls waits nowhere.
 - Deregistering revokes nothing (bytes still land, and over TCP a target that also freed the memory dies). So segments
   stay registered until `close`, and `revoke` closes this side's whole agent and builds another one.
 
@@ -229,6 +231,7 @@ class NixlBackend(Backend):
                 plugin=self._options.plugin,
                 settings=self._digest,
                 process=self._engine.process,
+                host_paths=list(self._host.paths.get(("cpu", "cpu"), ())),
                 segments=[_entry(one) for one in self._scope.segments],
                 metadata=metadata,
             )
@@ -252,7 +255,8 @@ class NixlBackend(Backend):
 
         def reach() -> tuple[Link, str]:
             transport = self._transport_to(body)
-            return self._engine.call(lambda: self._engine.connect(body)), transport
+            direct = self._writes_itself(body)
+            return self._engine.call(lambda: self._engine.connect(body, direct=direct)), transport
 
         def leave(found: tuple[Link, str]) -> None:
             if not self._closed:
@@ -292,6 +296,14 @@ class NixlBackend(Backend):
                 ucx_tls=self.settings.get("UCX_TLS", "unset"),
             )
         return found.name(*pair)
+
+    def _writes_itself(self, body: AgentBlob) -> bool:
+        """Whether this process writes to that peer with its own system calls alone, so that nothing waits anywhere."""
+        own, theirs = self._host.paths.get(("cpu", "cpu"), ()), tuple(body.host_paths)
+        alike = own == theirs == ("cma",) and body.settings == self._digest and same_pid_namespace(body.process)
+        host_only = not self._device and all(one.device == "cpu" for one in body.segments)
+        own_thread = not (self._options.num_threads or self._options.progress_thread)
+        return alike and host_only and own_thread
 
     def _device_transports(self, devices: tuple[str, ...]) -> Transports:
         if self._key(devices) not in _found:

@@ -20,7 +20,10 @@ MAX_SEGMENTS = 16_384
 
 
 class AgentBlob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body. `agent` is the library's name for this incarnation, `metadata` the library's own opaque bytes."""
+    """The body. `agent` is the library's name for this incarnation, `metadata` the library's own opaque bytes.
+
+    host_paths: the transports that its UCX uses for writes of host memory between two processes of its host.
+    """
 
     epoch: int
     agent: str
@@ -28,11 +31,12 @@ class AgentBlob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     plugin: str
     settings: int
     process: ProcessIdentity
+    host_paths: list[str]
     segments: list[SegmentEntry]
     metadata: bytes
 
 
-ENVELOPE = Envelope(MAGIC, 2, AgentBlob)
+ENVELOPE = Envelope(MAGIC, 3, AgentBlob)
 
 
 def agent_name(epoch: int, build: int) -> str:

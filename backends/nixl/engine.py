@@ -363,8 +363,8 @@ class Engine:
         for registered in agent.register([segment]):
             agent.deregister(registered)
 
-    def connect(self, blob: AgentBlob) -> Link:
-        """A link to the peer; the one that is there if it stands."""
+    def connect(self, blob: AgentBlob, *, direct: bool = False) -> Link:
+        """A link to the peer; the one that is there if it stands. `direct`: see `Link`."""
         link = self._links.get(blob.agent)
         if link is not None and link.lost is None:
             link.users += 1
@@ -375,7 +375,7 @@ class Engine:
                 code="peer_lost",
                 where=blob.agent,
             )
-        link = Link(blob, self._news)
+        link = Link(blob, self._news, direct=direct)
         if link.watch.gone():
             link.watch.close()
             raise TransferError("the peer's process has exited", code="peer_lost", where=f"peer {blob.agent}")

@@ -29,10 +29,12 @@ NixlWork = Work[Piece, Handle]
 class Link(LibraryLink[Piece, Handle]):
     """One peer's agent. Only `lost` and `open` are read without the engine's lock."""
 
-    def __init__(self, blob: AgentBlob, news: Callable[[], None]) -> None:
+    def __init__(self, blob: AgentBlob, news: Callable[[], None], *, direct: bool = False) -> None:
+        """`direct`: every byte is copied by this process's own system calls, made in the engine's thread."""
         super().__init__(Ends("nixl", blob.agent, Watch(blob.process), PIECES_IN_FLIGHT, news), set())
         self.name = blob.agent
         self.blob = blob
+        self._direct = direct
         self.lost: PdError | None = None
         self.users = 0
         self.added = self.reached = False
@@ -149,6 +151,14 @@ class Link(LibraryLink[Piece, Handle]):
         """Our own agent is about to close: nothing more is posted. Returns the unfinished handles, given up."""
         self.lose(error)
         return self.give_up(self.lost or error)
+
+    def closed(self) -> None:
+        """See `LibraryLink`. Where it takes a read of the source to write, nothing more can land then."""
+        for transfer in self._broken if self._direct else ():
+            if transfer.settle(TransferState.FAILED):
+                self._news()
+            self.open.discard(transfer)
+        super().closed()
 
     def attach(self, agent: Agent) -> None:
         """Make the peer known to the library and start wiring up.

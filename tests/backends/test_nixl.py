@@ -11,6 +11,7 @@ import pytest
 from sglang_pd.testing import BackendSpec
 from sglang_pd.testing.case import Case
 from sglang_pd.testing.cases_bytes import exact, one_item
+from sglang_pd.testing.cases_fence import stays_clean
 from sglang_pd.testing.lab import MIB, ChildProcess, Lab, Link, RemoteRefusal
 from sglang_pd.testing.pattern import pages
 from sglang_pd.testing.pytest_helper import check, conformance_fixtures
@@ -162,6 +163,26 @@ def test_a_living_cma_writer_keeps_its_connection_and_a_dead_one_is_revoked(cma:
     link.writer.kill()
     assert revoke(link.target, link.writer.epoch, 5.0)
     assert link.target.call("describe") != before, "what waited in sockets is covered only by a close after the death"
+
+
+def test_a_cma_writer_gives_its_proof_when_the_target_closed_its_agent_under_it(cma: Lab) -> None:
+    """Else the death of one writer would part the target from every other that was in mid-transfer."""
+    link = cma.fresh((64 * MIB,), (64 * MIB,))
+    batch = pages(11, 4000, 16384, link.writer.sizes, link.target.sizes)
+    states = set[str]()
+    for number in range(4):
+        link.move(one_item(link, 4096))
+        posted = [link.post(batch, deadline_s=60.0)["transfer"] for _ in range(40)]
+        link.target.call("revoke", epoch=12345 + number, within_s=0.0)
+        ended = [link.wait(one, 30.0, settle=True) for one in posted]
+        assert all(one["quiesced"] and one["source_free"] for one in ended), ended
+        assert link.fence(5.0)["proven"]
+        stays_clean(link, 0.3, "after the fence of a writer whose target had closed its agent")
+        states |= {one["state"] for one in ended}
+        link.target.call("admit", epoch=link.writer.epoch, blob=link.writer.call("describe"))
+        link = cma.connect(link.writer, link.target)
+    exact(link, pages(12, 500, 8192, link.writer.sizes, link.target.sizes), 12, "to the new agent")
+    assert "failed" in states, states
 
 
 def test_an_agent_closed_for_a_stranger_is_closed_again_for_the_writer_it_turned_out_to_be(cma: Lab) -> None:

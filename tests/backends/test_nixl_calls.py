@@ -142,7 +142,7 @@ def test_what_raises_unheard_is_a_defect_and_the_thread_goes_on(engine: Engine) 
 def test_a_peer_that_was_disconnected_is_connected_anew_at_once(engine: Engine) -> None:
     blob = AgentBlob(
         epoch=5, agent=agent_name(5, 0), nixl_version="1.5.1", plugin="UCX", settings=0, process=own_identity(),
-        segments=[], metadata=b"",
+        host_paths=[], segments=[], metadata=b"",
     )  # fmt: skip
     first = engine.call(lambda: engine.connect(blob))
     hold = threading.Event()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,10 +23,11 @@ from sglang_pd.backends.library.process import ProcessIdentity, Watch, own_ident
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import allocate_host, check_mapped
 from sglang_pd.backends.library.transfer import LibraryTransfer
+from sglang_pd.backends.nixl.backend import NixlBackend
 from sglang_pd.backends.nixl.blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
 from sglang_pd.backends.nixl.options import NixlOptions, check_environment, may_use_rdma, parse_options
 from sglang_pd.backends.nixl.pieces import pieces, single_piece
-from sglang_pd.backends.nixl.probe import read_tables
+from sglang_pd.backends.nixl.probe import Transports, read_tables
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
@@ -126,6 +128,7 @@ BLOB = AgentBlob(
     plugin="UCX",
     settings=5,
     process=ProcessIdentity("boot", 1, 2, 3),
+    host_paths=["cma"],
     segments=[SegmentEntry(4096, 8192, "cpu"), SegmentEntry(1 << 40, 1 << 33, "cuda:3")],
     metadata=b"opaque",
 )
@@ -336,6 +339,37 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
     (expected,) = pieces(whole, own, peer, NixlOptions())
     assert [np.asarray(rows).tolist() for rows in piece.rows] == [np.asarray(rows).tolist() for rows in expected.rows]
     assert (piece.kinds, piece.source_device) == (expected.kinds, expected.source_device)
+
+
+# Who needs no proof but its own
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "own", "direct"),
+    [
+        ({}, {}, ("cma",), True),
+        ({"host_paths": ["cma", "tcp"]}, {}, ("cma",), False),
+        ({"host_paths": []}, {}, (), False),
+        ({"host_paths": ["tcp"]}, {}, ("tcp",), False),
+        ({}, {}, ("cma", "tcp"), False),
+        ({"settings": 6}, {}, ("cma",), False),
+        ({"process": ProcessIdentity("another host", 1, 2, 3)}, {}, ("cma",), False),
+        ({"segments": [SegmentEntry(4096, 8192, "cuda:0")]}, {}, ("cma",), False),
+        ({}, {"num_threads": 2}, ("cma",), False),
+        ({}, {"progress_thread": True}, ("cma",), False),
+    ],
+)
+def test_a_writer_copies_itself_only_where_both_sides_have_nothing_but_cma(
+    changed: dict[str, Any], options: dict[str, Any], own: tuple[str, ...], direct: bool
+) -> None:
+    backend: Any = object.__new__(NixlBackend)
+    backend._host = Transports({("cpu", "cpu"): own} if own else {})
+    backend._digest, backend._device, backend._options = 5, False, NixlOptions(**options)
+    here = {"process": own_identity(), "segments": [SegmentEntry(4096, 8192, "cpu")]}
+    blob = msgspec.structs.replace(BLOB, **(here | changed))
+    assert backend._writes_itself(blob) is direct
+    backend._device = True
+    assert not backend._writes_itself(blob)
 
 
 # State
