@@ -10,6 +10,10 @@ What is proven, and what is not
     in sockets of the destination. `fence` is True when all transfers are DONE or FAILED, or when this host's kernel
     says that the destination's process has ended. Closing the engine that issued the writes proves nothing over a
     network, so it is not offered as a fence.
+*   `source_free` of what stays UNKNOWN (TCP): the engine that carried it has ended, so that nothing here reads the
+    source; its other peers write through another engine. Measured with 200 MB under way to a stopped peer, the source
+    filled anew, and the peer going on: 64 MiB of the new content arrived where the engine ran on, none where it had
+    ended.
 *   `revoke` (TCP): this side's engine is closed and joined, and its successor listens elsewhere, so whatever a dead,
     stopped or living writer still sends finds nobody. It costs every connection (`revoke_scope` `backend`). Over RDMA
     and NVLink there is no proof: a NIC or a mapping writes without us.
@@ -87,6 +91,7 @@ class MooncakeBackend(Backend):
         self._inbound = Inbound(library, options, epoch, self._scope)
         self._links = Links(library, options, self._sources)
         self._pump = Pump(library, options, self._verify, self._links.reap)
+        self._links.at_pump, self._links.ended = self._pump.call, self._pump.engine_ended
         self._peers: dict[int, MooncakePeer] = {}
         self._made = 0
         self._described = False

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -33,6 +34,7 @@ VERIFY_FAILURES = 3
 """So often the library at a peer's address may fail to answer, or its identity page to be read, before it is lost."""
 
 _LONGEST_VERIFY_PAUSE_S = 15.0
+_END_AGAIN_S = 0.5
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +77,13 @@ class Links:
     def __init__(
         self, library: Library, options: MooncakeOptions, sources: Callable[[], tuple[list[int], list[int]]]
     ) -> None:
-        """`sources` gives addresses and lengths of the memory to send from, for transports that must register it."""
+        """`sources` gives addresses and lengths of the memory to send from, for transports that must register it.
+
+        at_pump: runs an action where nothing is submitted meanwhile. ended: told, there, of an engine that has ended.
+        Both are set before the first peer.
+        """
+        self.at_pump: Callable[[Callable[[], None]], None] = lambda action: action()
+        self.ended: Callable[[Outbound], None] = lambda outbound: None
         self._library = library
         self._options = options
         self._sources = sources
@@ -85,6 +93,8 @@ class Links:
         self._threads: set[threading.Thread] = set()
         self._starting = threading.Lock()
         self._closed = False
+        self._closing = threading.Event()
+        self._runs_on = False
         self._burnt: list[IdentityPage] = []
         self.rebuilds = 0
 
@@ -110,8 +120,10 @@ class Links:
     def join(self, outbound: Outbound, peer: MooncakePeer) -> None:
         """Count `peer` as one of the engine's, after `reach`."""
         with self._lock:
-            outbound.peers.add(peer.number)
+            outbound.peers[peer.number] = peer
             outbound.holds -= 1
+        if outbound.unproven:
+            self.reap()
 
     def abandon(self, outbound: Outbound) -> None:
         """Nobody will `join` after `reach`."""
@@ -122,12 +134,15 @@ class Links:
     def leave(self, peer: MooncakePeer) -> None:
         """The peer is gone from its engine; an engine without peers ends when its last submission has."""
         with self._lock:
-            if peer.number in peer.outbound.peers:
-                peer.outbound.peers.discard(peer.number)
-                peer.outbound.forgotten += 1
-                if peer.outbound.forgotten >= FORGOTTEN_SESSIONS and peer.outbound is self._current:
-                    self._current = None
+            self._remove(peer)
         self.reap()
+
+    def _remove(self, peer: MooncakePeer) -> None:
+        outbound = peer.outbound
+        if outbound.peers.pop(peer.number, None) is not None:
+            outbound.forgotten += 1
+            if outbound.forgotten >= FORGOTTEN_SESSIONS and outbound is self._current:
+                self._current = None
 
     def _answers(self, blob: Blob) -> None:
         host, _, port = blob.session.rpartition(":")
@@ -198,17 +213,86 @@ class Links:
         return self._current
 
     def reap(self) -> None:
-        """End engines that nobody uses, off this thread."""
+        """End engines that nobody uses, off this thread; see to it that nobody uses one with unproven transfers."""
+        self._clear_spoiled()
         with self._lock:
             idle = [one for one in self._all if not (one.peers or one.flights or one.holds)]
             unused = [one for one in idle if one is not self._current]
             self._all = [one for one in self._all if one not in unused]
         for one in unused:
             try:
-                self._spawn(lambda engine=one.engine: engine.stop(5.0))  # type: ignore[misc]
+                self._spawn(lambda one=one: self._end(one))  # type: ignore[misc]
             except BackendUnavailable:  # another time
                 with self._lock:
                     self._all.append(one)
+
+    def _end(self, outbound: Outbound) -> None:
+        while not self._stopped(outbound.engine):
+            if self._closing.wait(_END_AGAIN_S):
+                self._runs_on = True
+                return
+        # Over a socket nobody reads the source but the engine's own threads, which are joined; a NIC or a GPU might.
+        if self._options.transport == "tcp" and outbound.unproven:
+            self.at_pump(lambda: self.ended(outbound))
+
+    @staticmethod
+    def _stopped(engine: Engine) -> bool:
+        try:
+            return engine.stop(5.0)
+        except OSError:  # no descriptor to look with
+            return False
+
+    # leaving an engine that may still read what it should not
+
+    def _clear_spoiled(self) -> None:
+        """Take the peers off engines with unproven transfers: who is gone at once, who is healthy by way of another."""
+        with self._lock:
+            spoiled = [one for one in self._all if one.unproven]
+            if self._current in spoiled:
+                self._current = None
+            moving = []
+            for peer in [peer for one in spoiled for peer in one.peers.values()]:
+                if peer.found_lost is not None or not peer.connected:
+                    self._remove(peer)
+                elif not (peer.suspect or peer.moving):
+                    peer.moving = True
+                    moving.append(peer)
+        for peer in moving:
+            try:
+                self._spawn(lambda peer=peer: self._move(peer))  # type: ignore[misc]
+            except BackendUnavailable:  # another time
+                peer.moving = False
+
+    def _move(self, peer: MooncakePeer) -> None:
+        """Have a healthy peer write through another engine. It goes on writing meanwhile."""
+        pause_s = 0.5
+        while peer.connected and peer.found_lost is None and not peer.suspect:
+            try:
+                outbound = self.reach(peer.blob)
+            except Exception as error:
+                if _is_final(error):
+                    peer.lose(in_words(error, f"mooncake, {peer.label}"))
+                    self.reap()
+                    return
+                _LOG.info("%s stays with its engine for now: %s: %s", peer.label, type(error).__name__, error)
+                if self._closing.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, _LONGEST_VERIFY_PAUSE_S)
+            else:
+                self.at_pump(partial(self._moved, peer, outbound))
+                return
+        peer.moving = False
+
+    def _moved(self, peer: MooncakePeer, outbound: Outbound) -> None:
+        """Nothing is submitted at this moment."""
+        peer.moving = False
+        with self._lock:
+            outbound.holds -= 1
+            if peer.connected and peer.found_lost is None and not peer.suspect:
+                peer.outbound.peers.pop(peer.number, None)
+                peer.outbound = outbound
+                outbound.peers[peer.number] = peer
+        self.reap()
 
     # verifying
 
@@ -254,10 +338,10 @@ class Links:
             with self._lock:
                 fresh.holds -= 1
                 if same:
-                    peer.outbound.peers.discard(peer.number)
+                    peer.outbound.peers.pop(peer.number, None)
                     peer.outbound = fresh
                     if peer.connected:
-                        fresh.peers.add(peer.number)
+                        fresh.peers[peer.number] = peer
 
     def _spawn(self, work: Callable[[], object]) -> None:
         def run() -> None:
@@ -276,6 +360,7 @@ class Links:
         """End every engine. True when all are proven gone. Call after the pump has stopped."""
         with self._lock:
             self._closed = True
+            self._closing.set()
             engines = [one.engine for one in self._all]
             self._all.clear()
             self._current = None
@@ -283,7 +368,7 @@ class Links:
         for thread in list(self._threads):
             thread.join(max(0.0, ends - time.monotonic()))
         gone = [engine.stop(max(0.1, ends - time.monotonic())) for engine in engines]
-        return all(gone) and not self._threads
+        return all(gone) and not self._threads and not self._runs_on
 
 
 def _is_final(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.mooncake.chunk import ChunkState, merge, refused, submit
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
-from sglang_pd.backends.mooncake.transfer import Flight, MooncakePeer, MooncakeTransfer
+from sglang_pd.backends.mooncake.transfer import Flight, MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.backends.shortage import start_thread
 from sglang_pd.protocol.errors import BackendUnavailable, PdError, TransferError
 
@@ -41,6 +41,8 @@ _RUNNING_SEEN = 4
 _SWEEP_S = 0.02
 _LINGER_S = 0.05
 _YIELD_S = 50e-6
+_ABANDON_S = 30.0
+"""So long past its deadline a submission to a peer that is gone is no longer waited for: its engine ends with it."""
 
 
 class Pump:
@@ -263,7 +265,9 @@ class Pump:
                         peer.verify_at = now + peer.verify_pause_s
             else:
                 moved |= self._feed(peer)
-            if not peer.waiting and not peer.flying:
+            # Whose engine may still read a source is asked after until it is clear whether it is there.
+            unclear = peer.suspect and peer.connected and peer.outbound.unproven
+            if not (peer.waiting or peer.flying or unclear):
                 del self._peers[peer.number]
                 self._idle_engine()
         return moved
@@ -301,7 +305,10 @@ class Pump:
         if state is not ChunkState.DONE:
             self.counters["chunks_lost"] += 1
             transfer.halted = True
-            transfer.lost |= state is ChunkState.LOST
+            if state is ChunkState.LOST:
+                transfer.lost = True
+                transfer.held_by.add(flight.outbound)
+                flight.outbound.unproven.append(transfer)
             transfer.blame(
                 TransferError(
                     "Mooncake reports a failure; its cause is on standard error",
@@ -310,9 +317,22 @@ class Pump:
                     actual=flight.chunk.reason,
                 )
             )
-            if not peer.suspect:
+            if not peer.suspect and peer.found_lost is None and peer.connected:
                 peer.suspect, peer.verify_at = True, 0.0
         self._judge(transfer)
+        self._free_source(transfer)
+
+    def engine_ended(self, outbound: Outbound) -> None:
+        """It is proven that the engine reads nothing any more."""
+        held, outbound.unproven = outbound.unproven, []
+        for transfer in held:
+            transfer.held_by.discard(outbound)
+            self._free_source(transfer)
+
+    def _free_source(self, transfer: MooncakeTransfer) -> None:
+        if transfer.lost and not transfer.flights and not transfer.held_by:
+            transfer.let_go()
+            self._ended = True
 
     def _judge(self, transfer: MooncakeTransfer) -> None:
         """Give a transfer the state that its submissions prove."""
@@ -352,6 +372,11 @@ class Pump:
                 self._judge(transfer)
         if late:
             peer.waiting = deque(one for one in peer.waiting if not one.halted)
+        if peer.found_lost is not None or not peer.connected:
+            for flight in [one for one in peer.flying if now > one.transfer.expires + _ABANDON_S]:
+                flight.chunk.reason = "the library does not say how it ended"
+                peer.flying.remove(flight)
+                self._land(peer, flight, ChunkState.LOST)
 
     def _feed(self, peer: MooncakePeer) -> bool:
         """Submit what the bounds allow, oldest transfer first; one whose event has not come lets others pass."""

@@ -24,7 +24,8 @@ class MooncakeTransfer(LibraryTransfer):
 
     pieces: merged when the pump takes the transfer up. cursor: first piece not yet submitted. flights: submissions in
     the library. halted: nothing more of it will be submitted. lost: a submission failed without proof. left: it no
-    longer counts as queued. provable: no side is device memory.
+    longer counts as queued. provable: no side is device memory. held_by: engines that a submission of it failed in: the
+    library neither cancels nor awaits the rest of it, so that they may read the source until they have ended.
     """
 
     def __init__(self, peer: MooncakePeer, pieces: Rows, nbytes: int, deadline_s: float, after: Any) -> None:
@@ -39,6 +40,7 @@ class MooncakeTransfer(LibraryTransfer):
         self.lost = False
         self.left = False
         self.provable = False
+        self.held_by: set[Outbound] = set()
         self.assist: Callable[[MooncakeTransfer], None] | None = None
         self.give_up: Callable[[MooncakeTransfer], None] | None = None
 
@@ -86,14 +88,16 @@ class Outbound:
     sessions: session -> (epoch, generation) it was opened for; the library never asks again who is there.
     holds: connections under way that will use it.
     forgotten: sessions whose peers were disconnected or lost; their sockets stay until the engine ends.
+    unproven: transfers of which it may still read the source; it takes no new peers then, and those it has leave it.
     """
 
     engine: Engine
     sessions: dict[str, tuple[int, int]] = field(default_factory=dict)
-    peers: set[int] = field(default_factory=set)
+    peers: dict[int, MooncakePeer] = field(default_factory=dict)
     flights: int = 0
     holds: int = 0
     forgotten: int = 0
+    unproven: list[MooncakeTransfer] = field(default_factory=list)
 
 
 class MooncakePeer(Peer):
@@ -101,7 +105,8 @@ class MooncakePeer(Peer):
 
     waiting, flying: its transfers not yet submitted whole, and its submissions, oldest first. posted, resolved: how
     many transfers there were, and how many came to DONE or FAILED. suspect: a submission failed, and who is there has
-    not been verified since; nothing is submitted meanwhile. home: epoch of the backend whose peer it is.
+    not been verified since; nothing is submitted meanwhile. moving: it is about to write through another engine.
+    home: epoch of the backend whose peer it is.
     """
 
     def __init__(self, number: int, blob: Blob, outbound: Outbound) -> None:
@@ -120,6 +125,7 @@ class MooncakePeer(Peer):
         self.posted = 0
         self.resolved = 0
         self.suspect = False
+        self.moving = False
         self.verify_at = 0.0
         self.verify_pause_s = 0.5
         self.verify_failures = 0

@@ -303,3 +303,45 @@ b.close()
 """
     )
     assert run(code, SPEC.env).split() == ["1", "1"]
+
+
+def test_what_is_written_over_a_freed_source_arrives_nowhere() -> None:
+    """A peer that is gone hangs with a write under way: its engine ends, and a healthy peer beside it goes on."""
+    code = (
+        CREATE
+        + """
+import time
+import numpy as np
+from sglang_pd.backends.mooncake import pump
+from sglang_pd.testing import memory
+from sglang_pd.testing.lab import BackendSpec, Lab
+from sglang_pd.testing.pattern import pages
+pump._ABANDON_S = 0.3
+size = 64 << 20
+lab = Lab(BackendSpec(name="mooncake", options={"insecure_data_plane": True}))
+gone, healthy = lab.spawn((size,)), lab.spawn((1 << 20,))
+b = create(insecure_data_plane=True)
+(own,) = b.register([b.allocate(size)])
+memory.fill(own, 0, size, 1)
+gone_peer, healthy_peer = (b.connect(one.call("describe"), one.epoch) for one in (gone, healthy))
+def becomes(condition):
+    ends = time.monotonic() + 20
+    while not condition() and time.monotonic() < ends: time.sleep(0.01)
+    return condition()
+gone.stop()
+hangs = b.write(gone_peer, pages(1, 1000, 65536, (size,), (size,)), deadline_s=0.5)
+time.sleep(1.0)
+assert hangs.poll().value == "unknown" and not hangs.source_free, "the peer may go on"
+b.disconnect(gone_peer)
+assert becomes(lambda: hangs.source_free) and hangs.poll().value == "unknown" and not b.fence(gone_peer)
+memory.fill(own, 0, size, 0xEE)
+gone.resume()
+time.sleep(1.0)
+arrived = np.frombuffer(gone.call("read", segment=0, offset=0, nbytes=size), np.uint8)
+after = b.write(healthy_peer, pages(2, 16, 4096, (size,), (1 << 20,)))
+assert becomes(lambda: after.poll().value == "done") and healthy_peer.lost is None
+print(int((arrived == 0xEE).sum()), b.report()["engine_rebuilds"])
+lab.close()
+"""
+    )
+    assert run(code, SPEC.env).split() == ["0", "0"]

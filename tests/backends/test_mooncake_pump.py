@@ -18,6 +18,7 @@ from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import Scope
 from sglang_pd.backends.mooncake import inbound as mooncake_inbound
 from sglang_pd.backends.mooncake import links as mooncake_links
+from sglang_pd.backends.mooncake import pump as mooncake_pump
 from sglang_pd.backends.mooncake.blob import Blob, identity_bytes
 from sglang_pd.backends.mooncake.inbound import Inbound
 from sglang_pd.backends.mooncake.library import Library
@@ -36,6 +37,7 @@ class CommandedRaw:
 
     def __init__(self) -> None:
         self.verdict = 0
+        self.fails: set[int] = set()
         self.next_id = 0
         self.sizes: dict[int, tuple[int, int]] = {}
         self.most_pieces = self.most_bytes = self.total_bytes = 0
@@ -55,6 +57,9 @@ class CommandedRaw:
         return self._take(length)
 
     def transfer_check_status(self, one: int) -> int:
+        if one in self.fails:
+            del self.sizes[one]
+            return -1
         if self.verdict:
             del self.sizes[one]
         return self.verdict
@@ -342,6 +347,89 @@ def test_a_closed_engine_is_not_called() -> None:
     engine._raw = None
     with pytest.raises(BackendError, match="closed"):
         engine.probe("x")
+
+
+def soon(condition: Callable[[], object]) -> bool:
+    ends = time.monotonic() + 10
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+class Ward:
+    """A pump and links, as the backend has them."""
+
+    def __init__(self, links: Links) -> None:
+        self.links = links
+        self.pump = Pump(LIBRARY, MooncakeOptions(), self.verify, links.reap)
+        links.at_pump, links.ended = self.pump.call, self.pump.engine_ended
+
+    def verify(self, peer: MooncakePeer) -> None:
+        self.links.verify(peer, lambda: self.pump.call(lambda: self.pump.settle_peer(peer)))
+
+    def meet(self, number: int, epoch: int = 5) -> MooncakePeer:
+        peer = MooncakePeer(number, blob(epoch), self.links.reach(blob()))
+        self.links.join(peer.outbound, peer)
+        return peer
+
+    def post(self, peer: MooncakePeer, deadline_s: float = 30.0) -> MooncakeTransfer:
+        one, segment = np.array([1 << 20], np.uint64), np.zeros(1, np.uint32)
+        transfer = MooncakeTransfer(peer, Rows(one, one, one, segment, segment), 1 << 20, deadline_s, None)
+        self.pump.post(peer, transfer)
+        return transfer
+
+
+@pytest.fixture
+def ward(links: Links) -> Iterator[Ward]:
+    made = Ward(links)
+    yield made
+    made.pump.stop()
+
+
+def test_the_source_is_free_once_the_engine_that_may_read_it_has_ended(ward: Ward) -> None:
+    """It was pinned for ever: the lost peer, and a healthy one beside it, kept the engine."""
+    gone, healthy = ward.meet(1, epoch=7), ward.meet(2)
+    before: Any = gone.outbound.engine
+    assert healthy.outbound is gone.outbound
+    under_way, failing = ward.post(healthy), ward.post(gone)
+    gone.lose(TransferError("somebody else is there", code="epoch_stale"))
+    before.raw.fails = {2}
+    assert soon(lambda: failing.poll() is UNKNOWN)
+    assert soon(lambda: healthy.outbound.engine is not before), "it writes through another engine"
+    later = ward.post(healthy)
+    assert not before.stopped and not failing.source_free, "something of the healthy one is still under way there"
+    before.raw.verdict = healthy.outbound.engine.raw.verdict = 1
+    assert becomes(under_way, DONE) and becomes(later, DONE)
+    assert soon(lambda: failing.source_free) and before.stopped
+    assert failing.poll() is UNKNOWN and not failing.quiesced and healthy.lost is None
+
+
+def test_who_hangs_after_it_is_gone_is_no_longer_waited_for(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_pump, "_ABANDON_S", 0.3)
+    peer = ward.meet(1)
+    engine: Any = peer.outbound.engine
+    transfer = ward.post(peer, deadline_s=0.2)
+    assert becomes(transfer, UNKNOWN)
+    time.sleep(0.5)
+    assert not transfer.source_free, "its peer may only be slow"
+    peer.connected = False
+    ward.pump.call(lambda: ward.links.leave(peer))
+    assert soon(lambda: transfer.source_free) and engine.stopped and transfer.poll() is UNKNOWN
+
+
+def test_an_engine_whose_end_is_not_proven_keeps_the_source(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_links, "_END_AGAIN_S", 0.01)
+    peer, proven = ward.meet(1), threading.Event()
+    engine: Any = peer.outbound.engine
+    monkeypatch.setattr(engine, "stop", lambda within_s: proven.is_set())
+    transfer = ward.post(peer)
+    peer.lose(TransferError("gone", code="peer_lost"))
+    engine.raw.verdict = -1
+    assert becomes(transfer, UNKNOWN)
+    time.sleep(0.2)
+    assert not transfer.source_free
+    proven.set()
+    assert soon(lambda: transfer.source_free)
 
 
 # the engine that peers write through
