@@ -246,7 +246,7 @@ class Endpoint:
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self.link.close()
-        if not self._unreleased and not self.agent.source.in_flight:
+        if not self._unreleased and not self.agent.source.reads:
             self.control.leave()
             let_go(self.agent.backend, self._holder)
         with self._polling:  # whoever reads it meanwhile must not read a descriptor that got its number
@@ -428,5 +428,5 @@ class RankEndpoint:
             log.error("the control thread does not end; its sockets stay open rather than being closed under it")
             return
         self._remote.link.close()
-        if self._home.here and not self.agent.source.in_flight and self.agent.destination.idle:
+        if self._home.here and not self.agent.source.reads and self.agent.destination.idle:
             let_go(self.agent.backend, self._holder)

@@ -17,9 +17,9 @@ from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.worker.ranks.flights import Flight, cause_of
 from sglang_pd.worker.ranks.orders import Joined
 from sglang_pd.worker.ranks.roster import Ranks
-from sglang_pd.worker.ranks.source import _cause, _Flight
 from sglang_pd.worker.serving.decode_runner import DecodeRunner, _Running
 
 
@@ -103,9 +103,9 @@ def test_a_transfer_that_cannot_be_asked_is_unknown() -> None:
         def poll(self) -> TransferState:
             raise ZeroDivisionError("on purpose")
 
-    flight = _Flight(Chunk(0, 1, True), [(None, Broken())])  # type: ignore[list-item]
+    flight = Flight(Chunk(0, 1, True), [(None, Broken())])  # type: ignore[list-item]
     assert flight.states() == [TransferState.UNKNOWN] and not flight.quiesced
-    assert "on purpose" in _cause(Broken()).message  # type: ignore[arg-type]
+    assert "on purpose" in cause_of(Broken()).message  # type: ignore[arg-type]
 
 
 def test_a_cancel_that_meets_the_end_of_the_hand_over_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.errors import RoomError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.ranks import source as source_module
+from sglang_pd.worker.ranks.flights import Flight
 from sglang_pd.worker.ranks.orders import Fenced, Forget, Halt, RoomFault
-from sglang_pd.worker.ranks.source import Ready, SourceSide, _Flight, _Room
+from sglang_pd.worker.ranks.source import Ready, SourceSide, _Room
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ class Rig:
         self.flying = Flying()
         begun: Any = SimpleNamespace(room=7, generation=70, peer_epoch=3)
         self.entry = _Room(700, begun=begun, next_token=1)
-        self.entry.flights.append(_Flight(Chunk(0, 1, False), [(SimpleNamespace(), self.flying)]))  # type: ignore[list-item]
+        self.entry.flights.append(Flight(Chunk(0, 1, False), [(SimpleNamespace(), self.flying)]))  # type: ignore[list-item]
         self.side._rooms[700] = self.entry
         self.halt = Halt(room=7, generation=70, handle=700)
 

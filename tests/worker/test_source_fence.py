@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.bind import Chunk
 from sglang_pd.protocol.manifest import RankId
-from sglang_pd.worker.ranks.source import SourceSide, _Flight, _Room
+from sglang_pd.worker.ranks.flights import Flight
+from sglang_pd.worker.ranks.source import SourceSide, _Room
 
 
 class Ending:
@@ -38,7 +41,7 @@ def fence_of(transfer: Ending) -> list[tuple[bool, bool]]:
     side = SourceSide(RankId(0, 0), backend, said.append, digest=lambda *rows: None, deadline_s=1.0)  # type: ignore[arg-type,return-value]
     begun: Any = SimpleNamespace(room=1, generation=7)
     entry = _Room(1, begun=begun, halted=True)
-    entry.flights.append(_Flight(Chunk(0, 1, True), [(SimpleNamespace(), transfer)]))  # type: ignore[list-item]
+    entry.flights.append(Flight(Chunk(0, 1, True), [(SimpleNamespace(), transfer)]))  # type: ignore[list-item]
     side._check_fence(entry)
     return [(report.fenced, report.source_free) for report in said]
 
@@ -51,3 +54,14 @@ def test_a_write_that_ends_between_two_looks_is_a_proof() -> None:
 
 def test_a_write_that_was_let_go_frees_its_source_and_proves_nothing() -> None:
     assert fence_of(Ending(100, let_go=True)) == [(False, True)]
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+def test_memory_that_no_transfer_reads_is_free_for_another_endpoint(let_go: bool) -> None:
+    """What was let go stays UNKNOWN where it may land: at its peer, who asks for proof; here nothing moves."""
+    backend: Any = SimpleNamespace(fence=lambda peer: False)
+    side = SourceSide(RankId(0, 0), backend, lambda report: None, digest=lambda *rows: None, deadline_s=1.0)  # type: ignore[arg-type,return-value]
+    entry = _Room(1)
+    entry.flights.append(Flight(Chunk(0, 1, True), [(SimpleNamespace(), Ending(100, let_go=let_go))]))  # type: ignore[list-item]
+    side._rooms[1] = entry
+    assert side.in_flight == 1 and side.reads is not let_go

@@ -21,6 +21,7 @@ from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Writer, Wrote
 from sglang_pd.protocol.pairing import Pairing, Record
 from sglang_pd.protocol.verify import RowDigest, layer_digests
+from sglang_pd.worker.ranks.flights import Flight, cause_of, peers_of, quiesced, source_free, state_of
 from sglang_pd.worker.ranks.meetings import Meeting, Meetings, info_of
 from sglang_pd.worker.ranks.orders import (
     AnyReport,
@@ -53,23 +54,6 @@ class Ready:
     lists: IndexLists | None = None
 
 
-@dataclass(slots=True)
-class _Flight:
-    """One chunk on its way, with all its transfers and the peer of each."""
-
-    chunk: Chunk
-    transfers: list[tuple[Peer, Transfer]]
-    moved: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By kind: bytes, descriptors."""
-
-    def states(self) -> list[TransferState]:
-        return [_state(transfer) for _, transfer in self.transfers]
-
-    @property
-    def quiesced(self) -> bool:
-        return all(_quiesced(transfer) for _, transfer in self.transfers)
-
-
 @dataclass(frozen=True, slots=True)
 class _Bound:
     """Descriptors of a chunk for every destination rank that gets some, of the lists and the meeting they are for."""
@@ -93,7 +77,7 @@ class _Bound:
 class _Room:
     handle: int
     waiting: deque[Ready] = field(default_factory=deque)
-    flights: deque[_Flight] = field(default_factory=deque)
+    flights: deque[Flight] = field(default_factory=deque)
     begun: Begin | None = None
     indices: RoomIndices | None = None
     ahead: _Bound | None = None
@@ -259,8 +243,7 @@ class SourceSide:
         self._waiting -= len(entry.waiting)
         entry.waiting.clear()
         for flight in entry.flights:
-            for _, transfer in flight.transfers:
-                transfer.cancel()
+            flight.cancel()
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -316,7 +299,7 @@ class SourceSide:
         bound, entry.ahead = entry.ahead, None
         if bound is None or not bound.serves(chunk, entry.indices, meeting):
             bound = _Bound.of(self._rank, chunk, entry.indices, meeting)
-        flight = _Flight(chunk, [])
+        flight = Flight(chunk, [])
         entry.flights.append(flight)  # before posting: what was posted is drained even if a later post raises
         for dst_rank, batch in bound.batches:
             peer = meeting.peers[dst_rank]
@@ -377,7 +360,7 @@ class SourceSide:
             entry.handoff = None
             self._report(HandedOff(room=begun.room, generation=begun.generation, covered_tokens=covered, record=record))
 
-    def _report_records(self, entry: _Room, flight: _Flight) -> None:
+    def _report_records(self, entry: _Room, flight: Flight) -> None:
         if entry.begun is None or entry.indices is None:
             return
         meeting = self.meetings.get(entry.begun.peer_epoch)
@@ -417,7 +400,7 @@ class SourceSide:
     # --- failure and fences ------------------------------------------------------------------------------------------
 
     def _transfer_failed(self, entry: _Room, peer: Peer, transfer: Transfer) -> None:
-        info = _cause(transfer)
+        info = cause_of(transfer)
         begun = entry.begun
         meeting = self.meetings.get(begun.peer_epoch) if begun else None
         self._fault(entry, info)
@@ -437,17 +420,17 @@ class SourceSide:
         if not entry.halted or entry.begun is None or entry.said is True:
             return
         flying = [flight for flight in entry.flights if not flight.quiesced]
-        unknown = [t for flight in flying for _, t in flight.transfers if _state(t) is TransferState.UNKNOWN]
+        unknown = [t for flight in flying for _, t in flight.transfers if state_of(t) is TransferState.UNKNOWN]
         if flying and not unknown:
             return  # it will be DONE, FAILED or UNKNOWN by its deadline
-        proven = not flying or all(self._backend.fence(peer) for peer in _peers_of(flying))
+        proven = not flying or all(self._backend.fence(peer) for peer in peers_of(flying))
         transfers = [t for flight in flying for _, t in flight.transfers]
-        free = proven or all(t.source_free for t in transfers)
+        free = proven or all(source_free(t) for t in transfers)
         if free and not proven:  # the last may have ended between the two looks: that is the proof, and comes but once
-            proven = all(_quiesced(t) for t in transfers)
+            proven = all(quiesced(t) for t in transfers)
         if proven or entry.said is None or free is not entry.source_free:
             entry.said, entry.source_free = proven, free
-            reason = "" if proven else str(_cause(unknown[0]))
+            reason = "" if proven else str(cause_of(unknown[0]))
             room, generation = entry.begun.room, entry.begun.generation
             self._report(
                 Fenced(room=room, generation=generation, fenced=proven, source_free=free, reason=reason[:2000])
@@ -458,8 +441,16 @@ class SourceSide:
     @property
     def in_flight(self) -> int:
         """Transfers not yet DONE or FAILED."""
+        return sum(not quiesced(transfer) for transfer in self._transfers())
+
+    @property
+    def reads(self) -> bool:
+        """Whether a transfer may still read this rank's memory."""
+        return any(not source_free(transfer) for transfer in self._transfers())
+
+    def _transfers(self) -> list[Transfer]:
         flights = [flight for entry in list(self._rooms.values()) for flight in list(entry.flights)]
-        return sum(not _quiesced(transfer) for flight in flights for _, transfer in list(flight.transfers))
+        return [transfer for flight in flights for _, transfer in list(flight.transfers)]
 
     @property
     def rooms(self) -> int:
@@ -467,32 +458,5 @@ class SourceSide:
         return len(self._rooms)
 
 
-def _peers_of(flights: list[_Flight]) -> list[Peer]:
-    """Peers of transfers that may still land, each once."""
-    return list({id(peer): peer for flight in flights for peer, t in flight.transfers if not _quiesced(t)}.values())
-
-
 def _no_peer(epoch: int) -> ErrorInfo:
     return ErrorInfo(code="peer_unknown", message="this rank is not connected to the peer", actual=f"{epoch:016x}")
-
-
-def _state(transfer: Transfer) -> TransferState:
-    """A backend that breaks its word and raises costs this one room: nothing is known of that transfer."""
-    try:
-        return transfer.poll()
-    except Exception:
-        return TransferState.UNKNOWN
-
-
-def _quiesced(transfer: Transfer) -> bool:
-    return _state(transfer) in (TransferState.DONE, TransferState.FAILED)
-
-
-def _cause(transfer: Transfer) -> ErrorInfo:
-    """Why a transfer is FAILED or UNKNOWN."""
-    try:
-        transfer.poll()
-        error = transfer.error
-    except Exception as defect:
-        return info_of(defect)
-    return error.info() if error else ErrorInfo(code="transfer_unknown", message="the transport gave no reason")
