@@ -6,9 +6,9 @@ only where both processes live on one host and in one PID namespace.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """A process, by facts that no other process of any host has.
 
     boot_id: of the kernel that runs it. pid_namespace: inode of its PID namespace. pid: in that namespace.
-    start_ticks: when it started, in clock ticks since boot (a reused pid has another).
+    start_ticks: when it started, in clock ticks since boot (a reused pid has another). Unread facts: "", 0, -1.
     """
 
     boot_id: str
@@ -26,46 +26,71 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     pid: int
     start_ticks: int
 
-
-@cache
-def _boot_id() -> str:
-    """Empty where /proc does not tell: then nothing is known of any process."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    @property
+    def known(self) -> bool:
+        """Whether all of them were read: of another one nothing is concluded."""
+        return bool(self.boot_id) and self.pid_namespace > 0 and self.pid > 0 and self.start_ticks >= 0
 
 
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+_own: ProcessIdentity | None = None
 
 
 def own_identity() -> ProcessIdentity:
-    """This process. Not cached: a fork is another process."""
-    ticks = _start_ticks("self")
-    return ProcessIdentity(_boot_id(), _pid_namespace(), os.getpid(), -1 if ticks is None else ticks)
+    """This process, read once; a fork is another one. Without /proc the facts are unknown, see `ProcessIdentity.known`.
+
+    Raises `OSError` where /proc is there and cannot be read (no descriptor is free): stated wrongly, this process would
+    be taken for a dead one.
+    """
+    global _own
+    if _own is None:
+        _own = _read_own()
+    return _own
 
 
-def _start_ticks(pid: int | str) -> int | None:
+def _forget_own() -> None:
+    global _own
+    _own = None
+
+
+def _read_own() -> ProcessIdentity:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        ticks = _ticks_in(Path("/proc/self/stat").read_bytes())
+    except (FileNotFoundError, PermissionError):
+        return ProcessIdentity("", 0, os.getpid(), -1)
+    return ProcessIdentity(boot_id, namespace, os.getpid(), ticks)
+
+
+os.register_at_fork(after_in_child=_forget_own)
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        return _ticks_in(Path(f"/proc/{pid}/stat").read_bytes())
     except OSError:
         return None
+
+
+def _ticks_in(stat: bytes) -> int:
     # The second field is the program's name in brackets and may hold anything, brackets included.
     return int(stat.rpartition(b")")[2].split()[19])
 
 
 def same_host(identity: ProcessIdentity) -> bool:
-    """Whether that process runs under this kernel."""
-    return identity.boot_id == _boot_id() != ""
+    """Whether that process is known to run under this kernel."""
+    own = own_identity()
+    return own.known and identity.known and identity.boot_id == own.boot_id
 
 
 def same_pid_namespace(identity: ProcessIdentity) -> bool:
-    """Whether that process can be watched from here, and reached by `process_vm_writev`."""
-    return same_host(identity) and identity.pid_namespace == _pid_namespace() != 0
+    """Whether that process can be watched from here, and is known to be reached by `process_vm_writev`."""
+    return same_host(identity) and identity.pid_namespace == own_identity().pid_namespace
+
+
+def elsewhere(identity: ProcessIdentity) -> bool:
+    """Whether that process is known to be where `process_vm_writev` does not reach from."""
+    return own_identity().known and identity.known and not same_pid_namespace(identity)
 
 
 class Watch:
@@ -121,3 +146,7 @@ def process_gone(identity: ProcessIdentity) -> bool:
         return watch.gone()
     finally:
         watch.close()
+
+
+with contextlib.suppress(OSError):  # while there are descriptors
+    own_identity()

@@ -53,7 +53,7 @@ from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.connect import ThreadedConnecting
 from sglang_pd.backends.library.link import Work
-from sglang_pd.backends.library.process import ProcessIdentity, same_host, same_pid_namespace
+from sglang_pd.backends.library.process import ProcessIdentity, elsewhere, same_host, same_pid_namespace
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import Scope, refused
 from sglang_pd.backends.library.transfer import LibraryTransfer
@@ -381,7 +381,7 @@ class NixlBackend(Backend):
 
     @staticmethod
     def _reaches_by_cma(process: ProcessIdentity) -> bool:
-        return same_pid_namespace(process)
+        return not elsewhere(process)
 
     def progress(self) -> None:
         """Make `wakeup_fd` quiet again; the library advances in its own thread."""

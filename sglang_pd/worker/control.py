@@ -476,21 +476,11 @@ class InstanceControl:
         for rank in self.ranks.dead():
             self.desk.rank_dead(rank, now_s)
         self.desk.tick(now_s)
-        for table in (self.desk.prefill, self.desk.decode):
-            for talk in self.peering.all():
-                peer = table.peers.get(talk.epoch)
-                own_table = talk.source == (table is self.desk.prefill)
-                if talk.stage is Stage.AGREED and own_table and (peer is None or peer.lost is not None):
-                    cause = peer.lost if peer and peer.lost else ErrorInfo(code="peer_lost", message="gone")
-                    self.peering.give_up(talk.epoch, cause)
+        self.peering.give_up_lost(self.desk.prefill.peers, self.desk.decode.peers)
         if self.draining_until_s is not None and now_s >= self.draining_until_s:
             self.desk.fail_all(ErrorInfo(code="draining", message="the drain deadline passed"), now_s)
-        self.peering.tick(now_s, self._rooms_with)
-
-    def _rooms_with(self, epoch: int) -> int:
-        if self.desk is None:
-            return 0
-        return self.desk.prefill.rooms_with(epoch) + self.desk.decode.rooms_with(epoch)
+        tables = (self.desk.prefill, self.desk.decode)
+        self.peering.tick(now_s, lambda epoch: sum(table.rooms_with(epoch) for table in tables))
 
     def next_timer_s(self) -> float | None:
         """When `turn` is due next, by this control's clock; None: nothing waits."""

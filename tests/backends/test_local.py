@@ -276,7 +276,8 @@ def test_connections_leave_nothing_behind(pair: tuple[LocalBackend, LocalBackend
         assert eventually(lambda: not target._listener._open and not target._listener._holders)
         return len(os.listdir("/proc/self/fd"))
 
-    assert churn(5) == churn(100)
+    before = churn(5)
+    assert churn(100) <= before + 5, "one a connection would be a hundred"
 
 
 def test_a_fork_may_not_use_it(pair: tuple[LocalBackend, LocalBackend]) -> None:

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 
 from sglang_pd.backends.base import Segment, TransferState, check_batch
 from sglang_pd.backends.library.blob import SegmentEntry
-from sglang_pd.backends.library.process import ProcessIdentity, Watch, own_identity, process_gone, same_pid_namespace
+from sglang_pd.backends.library.process import (
+    ProcessIdentity,
+    Watch,
+    elsewhere,
+    own_identity,
+    process_gone,
+    same_pid_namespace,
+)
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import allocate_host, check_mapped
 from sglang_pd.backends.library.transfer import LibraryTransfer
@@ -223,7 +230,33 @@ def test_nothing_is_known_of_other_hosts_and_namespaces() -> None:
         ProcessIdentity("elsewhere", own.pid_namespace, 1 << 22, 0),
         ProcessIdentity(own.boot_id, 1, 1 << 22, 0),
     ):
-        assert not process_gone(other) and not same_pid_namespace(other)
+        assert not process_gone(other) and not same_pid_namespace(other) and elsewhere(other)
+
+
+def test_a_process_that_could_not_say_who_it_is_is_not_taken_for_a_dead_or_a_distant_one() -> None:
+    own = own_identity()
+    for unread in (
+        ProcessIdentity("", own.pid_namespace, own.pid, own.start_ticks),
+        ProcessIdentity(own.boot_id, 0, own.pid, own.start_ticks),
+        ProcessIdentity(own.boot_id, own.pid_namespace, own.pid, -1),
+    ):
+        assert not process_gone(unread) and not same_pid_namespace(unread) and not elsewhere(unread)
+
+
+def test_without_a_descriptor_nobody_states_who_he_is() -> None:
+    code = (
+        "import os, resource\n"
+        "from sglang_pd.backends.library import process\n"
+        "own = process.own_identity()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "assert process.own_identity() == own and own.known\n"
+        "process._forget_own()\n"
+        "try:\n"
+        "    process.own_identity()\n"
+        "except OSError:\n"
+        "    os._exit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
 
 
 # Pieces

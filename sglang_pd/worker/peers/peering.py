@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from sglang_pd.protocol.codec import Received, decode, encode
@@ -23,6 +23,7 @@ from sglang_pd.protocol.messages import (
     Message,
     Refusal,
 )
+from sglang_pd.protocol.peers import Peer
 from sglang_pd.worker.peers.conversation import (
     MAX_CALLERS,
     MAX_STRANGER_BYTES,
@@ -417,6 +418,14 @@ class Peering:
         talk = self._by_epoch.get(epoch)
         if talk is not None:
             self._drop(talk, error)
+
+    def give_up_lost(self, decodes: Mapping[int, Peer], prefills: Mapping[int, Peer]) -> None:
+        """Those whom the tables of rooms lost (silence, say), or do not know any more; by epoch."""
+        for talk in self.all():
+            peer = (decodes if talk.source else prefills).get(talk.epoch)
+            if talk.stage is Stage.AGREED and (peer is None or peer.lost is not None):
+                gone = ErrorInfo(code="peer_lost", message="gone")
+                self.give_up(talk.epoch, peer.lost if peer is not None and peer.lost is not None else gone)
 
     def give_up_decodes(self, error: ErrorInfo) -> None:
         """All that this side writes to."""
