@@ -111,6 +111,11 @@ class Pairing:
                 return component.space
         raise IncompatiblePeer("no rank of decode has that kind", where=kind)
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Kinds that decode has and prefill has not: optional ones, of which nothing is written."""
+        return tuple(kind for kind in self.decode.kinds if kind not in self.kinds)
+
     def owed(self, src_rank: RankId) -> dict[str, tuple[int, ...]]:
         """Kinds for which a source rank owes records, each with the layer ids that its plans move, rising.
 

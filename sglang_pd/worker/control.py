@@ -38,7 +38,8 @@ from sglang_pd.worker.ranks.orders import (
     decode_report,
 )
 from sglang_pd.worker.ranks.roster import Ranks, not_paired
-from sglang_pd.worker.rooms.desk import RoomDesk, RoomFacts
+from sglang_pd.worker.rooms.desk import RoomDesk
+from sglang_pd.worker.rooms.facts import RoomFacts
 from sglang_pd.worker.rooms.pending import MAX_PENDING, PendingOpen
 from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
 from sglang_pd.worker.watch import Watch

@@ -28,7 +28,7 @@ from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.peers.link import CurveKeys, Link
 from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.remote_rank import RemoteRank
-from sglang_pd.worker.rooms.desk import RoomFacts
+from sglang_pd.worker.rooms.facts import RoomFacts
 from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.setup import UNTRACED, Network, RankSetup, TokenIds, Trace
 from sglang_pd.worker.watch import Watch
@@ -106,6 +106,8 @@ class Endpoint:
             if half and self._active.get(event.room) == event.handle:
                 self._leave(event.room, event.handle)
         self.watch.event(event)
+        if not event.handle:
+            return  # of a room that the engine has not named: a peer opened it, and gave it up
         self._events.append(event)
         if not self._told:
             self._told = True

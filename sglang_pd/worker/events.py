@@ -30,7 +30,11 @@ TERMINAL_EVENTS = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED
 
 @dataclass(frozen=True, slots=True)
 class RoomEvent:
-    """One event of one room. handle: what the endpoint's `open` or `request` returned for it; 0: none is known."""
+    """One event of one room. handle: what the endpoint's `open` or `request` returned for it.
+
+    absent: with ADMITTED, kinds of this side's optional components that prefill does not have. Nothing was written for
+    them: their rows hold what they held before, which may be another request's.
+    """
 
     kind: EventKind
     room: int
@@ -38,3 +42,4 @@ class RoomEvent:
     handle: int = 0
     record: bytes = b""
     error: ErrorInfo | None = None
+    absent: tuple[str, ...] = ()

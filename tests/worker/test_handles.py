@@ -65,6 +65,19 @@ def test_a_handle_is_used_once(pair: LocalPair) -> None:
             pair.prefill.at.request(8, IDS, pair.prefill.lists(), handle=bad)
 
 
+def test_a_room_that_the_engine_never_named_gives_it_no_events(pair: LocalPair) -> None:
+    """Decode opened it and gave it up; what comes for it later has a handle, and its own two ends."""
+    pair.start(6)
+    pair.complete(6)
+    opened = pair.decode.at.open(7, pair.address, IDS, pair.decode.lists())
+    wait_until(lambda: pair.prefill.at.stats()["rooms"] == 1)
+    pair.decode.at.abort(opened)
+    pair.decode.released(7)
+    assert pair.prefill.of(7) == []
+    pair.prefill.at.request(7, IDS, pair.prefill.lists())
+    assert len(pair.prefill.released(7)) == 2
+
+
 def test_a_late_abort_harms_nobody(pair: LocalPair) -> None:
     pair.start(7)
     pair.complete(7)

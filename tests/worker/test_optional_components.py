@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.local_pair import IDS, KV, Side
 
-from sglang_pd import DecodeEndpoint, PrefillEndpoint
+from sglang_pd import DecodeEndpoint, EventKind, PrefillEndpoint
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec
 from sglang_pd.protocol.kinds import Prompt
 from sglang_pd.protocol.spaces import RequestRow
@@ -51,6 +51,9 @@ def test_rooms_go_on_without_a_component_that_only_one_side_has(extra: Component
     decode = Side(DecodeEndpoint, "decode-0", components=one if where == "decode" else both)
     try:
         assert room(prefill, decode) == ["admitted", "done", "releasable"]
+        (admitted,) = [event for event in decode.events if event.kind is EventKind.ADMITTED]
+        assert admitted.absent == ((extra.kind,) if where == "decode" else ())
+        assert decode.at.peers()[0]["absent"] == list(admitted.absent)
     finally:
         prefill.close()
         decode.close()

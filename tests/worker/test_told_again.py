@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology, Transport
 from sglang_pd.worker.control import InstanceControl
 from sglang_pd.worker.ranks.destination import DestinationSide, _Writers
 from sglang_pd.worker.ranks.meetings import Meeting, Meetings
 from sglang_pd.worker.ranks.orders import Joined
+from sglang_pd.worker.rooms.desk import RoomDesk
 from sglang_pd.worker.settings import ControlConfig
 
 RANK = RankId(0, 0)
@@ -43,6 +45,21 @@ def test_a_source_leaves_peers_that_are_gone() -> None:
     meetings.keep(frozenset({THERE}))
     meetings.step(set)
     assert left == [gone] and meetings.get(THERE) is not None and meetings.get(GONE) is None
+
+
+def test_a_rank_that_comes_back_leaves_the_decodes_that_were_lost_meanwhile() -> None:
+    """The order to leave one was lost with the connection, and its rooms still wait: kept, it could never be fenced."""
+    gone = ErrorInfo(code="peer_lost", message="silent")
+    orders: list[Any] = []
+    desk = object.__new__(RoomDesk)
+    desk._outside = SimpleNamespace(order=lambda order, rank: orders.append(order))  # type: ignore[assignment]
+    desk.seeking = SimpleNamespace(open_at=lambda rank: [], settling_at=lambda rank: [])  # type: ignore[assignment]
+    peers = {THERE: SimpleNamespace(lost=None), GONE: SimpleNamespace(lost=gone)}
+    desk.prefill = SimpleNamespace(rooms={}, peers=peers, owed_by=lambda writer: [])  # type: ignore[assignment]
+    desk.decode = SimpleNamespace(rooms={}, peers={SOUGHT: SimpleNamespace(lost=gone)})  # type: ignore[assignment]
+    desk._owed_handles = {}
+    desk.repeat_orders(RANK)
+    assert [set(order.peers) for order in orders] == [{THERE, SOUGHT}]
 
 
 def joined(connect: bytes, rebuilt: int) -> Joined:

@@ -124,6 +124,7 @@ class Conversation:
             "transports": sorted(self.transports),
             "ranks_paired": sum(error is None for error in self.paired.values()),
             "error": msgspec.to_builtins(self.error) if self.error else None,
+            "absent": list(self.pairing.absent) if self.pairing and not self.source else [],
             "mismatches": msgspec.to_builtins(self.verdict.mismatches) if self.verdict else [],
         }
 

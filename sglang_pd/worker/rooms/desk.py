@@ -62,6 +62,7 @@ from sglang_pd.worker.ranks.orders import (
     WroteRange,
 )
 from sglang_pd.worker.rooms.claims import Claims
+from sglang_pd.worker.rooms.facts import RoomFacts
 from sglang_pd.worker.rooms.outside import Outside
 from sglang_pd.worker.rooms.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
@@ -70,25 +71,15 @@ MAX_EARLY_FAULTS: Final = 4_096
 """Faults kept of rooms whose request has not come yet; one that is not kept ends by its lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoomFacts:
-    """What the engine said of a room. handle: this use of the room's id; the engine's chunks and events carry it."""
-
-    handle: int
-    room: int
-    prompt_tokens: int
-    prompt_digest: int
-    lists: tuple[IndexList, ...]
-    prefix_tokens: int = 0
-    request_id: str = ""
-    traceparent: str = ""
-
-
 @dataclass(slots=True)
 class _Known:
-    """A room of this side. It is kept until it has ended and its memory is releasable, whichever comes first."""
+    """A room of this side. It is kept until it has ended and its memory is releasable, whichever comes first.
+
+    absent: see `RoomEvent`.
+    """
 
     facts: RoomFacts
+    absent: tuple[str, ...] = ()
     ended: bool = False
     released: bool = False
 
@@ -170,7 +161,7 @@ class RoomDesk:
             self._claims.give_back(facts.handle)
             self._refuse(facts, error)
             return
-        self._known[Role.DECODE, facts.room] = _Known(facts)
+        self._known[Role.DECODE, facts.room] = _Known(facts, pairing.absent)
         self._handles[facts.handle] = Role.DECODE, facts.room
         try:
             self._carry(Role.DECODE, effects)
@@ -319,7 +310,8 @@ class RoomDesk:
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
-        peers = {*self.prefill.peers, *self.decode.peers}
+        # One that is lost is left: an order to leave it may be among those that are gone.
+        peers = {*(e for e, peer in self.prefill.peers.items() if peer.lost is None), *self.decode.peers}
         self._outside.order(Live(generations=tuple(live), peers=tuple(peers)), rank)
         owed = self.prefill.owed_by(writer)
         self._owed_handles = {g: handle for g, handle in self._owed_handles.items() if self.prefill.owes(g)}
@@ -406,9 +398,8 @@ class RoomDesk:
         known = self._known.get((role, effect.room))
         handle = known.facts.handle if known else 0
         if isinstance(effect, Admit):
-            event = RoomEvent(
-                EventKind.ADMITTED, effect.room, effect.generation, handle=handle, record=effect.handoff.record
-            )
+            event = RoomEvent(EventKind.ADMITTED, effect.room, effect.generation, handle=handle)
+            event = replace(event, record=effect.handoff.record, absent=known.absent if known else ())
         elif isinstance(effect, Ended):
             kind = _TERMINAL[effect.state]
             event = RoomEvent(kind, effect.room, effect.generation, handle=handle, error=effect.error)

@@ -7,7 +7,7 @@ from typing import Final
 
 from sglang_pd.protocol.errors import ErrorInfo, RoomError
 from sglang_pd.worker.peers.conversation import Conversation
-from sglang_pd.worker.rooms.desk import RoomFacts
+from sglang_pd.worker.rooms.facts import RoomFacts
 
 MAX_PENDING: Final = 16_384
 """Opens that wait at a time."""
