@@ -324,7 +324,6 @@ class MooncakeBackend(Backend):
         self._closed = True
         self._pump.stop()
         if not self._home.here:
-            self._inbound.let_ports_go()
             return  # engines and links are the parent's
         gone = [self._inbound.close(), self._links.close(5.0)]
         if all(gone):

@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_pd.backends.library.options import PATH
 from sglang_pd.backends.mooncake import cuda as mooncake_cuda
+from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake import sockets as mooncake_sockets
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
@@ -42,8 +43,8 @@ _REGISTER_CODES: dict[int | str, str] = {
 class Engine:
     """A started engine. Its calls may be made from any thread; `stop` ends it and is True when that is proven."""
 
-    def __init__(self, library: Library, options: MooncakeOptions, *, avoid: frozenset[int] = frozenset()) -> None:
-        """Start one that listens on none of the ports `avoid`.
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
+        """Start one that listens on no port at which a former one did.
 
         Raises `BackendUnavailable` where the library cannot start or runs another transport than asked for,
         `ConfigError` (`insecure_refused`) where it listens on all interfaces and that was not allowed.
@@ -56,12 +57,12 @@ class Engine:
         for _ in range(16):
             with _START:
                 self._start()
-            if not self.ports & avoid:
+            if not self.ports & ports.former():
                 break
             self.stop(5.0)
         else:
             raise BackendUnavailable(
-                "the library only finds ports that an earlier engine of this worker used",
+                "the library only finds ports that an earlier engine of this process used",
                 where=f"{PATH}.ports",
                 hint="Give it a wider range",
             )

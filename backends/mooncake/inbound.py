@@ -2,25 +2,23 @@
 
 Once it is closed and joined, no thread of this process stores bytes that a peer sent, whatever waits in sockets, and
 those sockets are gone. Its successor must listen on other ports: a stopped writer that wakes up still holds the old
-ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, and unused, until the
-backend is closed.
+ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, see `mooncake.ports`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Callable
 
 from sglang_pd.backends.library.segments import Scope
+from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake.blob import identity_bytes
 from sglang_pd.backends.mooncake.engine import Engine
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.links import IdentityPage
 from sglang_pd.backends.mooncake.options import MooncakeOptions
-from sglang_pd.backends.mooncake.sockets import reserve_all
 from sglang_pd.backends.shortage import in_words, start_thread
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError
 
@@ -41,8 +39,8 @@ class Inbound:
         self._scope = scope
         self._lock = threading.Lock()
         self._page = IdentityPage(options.transport)
-        self._old_ports: set[int] = set()
-        self._reserved: list[socket.socket] = []
+        self._exposed = False
+        """Somebody was admitted: peers may know this side's ports."""
         self._revoked: set[int] = set()
         self._asked: set[int] = set()
         self._replacing: set[int] = set()
@@ -82,7 +80,7 @@ class Inbound:
         return engine.listening() if engine is not None else ()
 
     def _open(self) -> None:
-        engine = Engine(self._library, self._options, avoid=frozenset(self._old_ports))
+        engine = Engine(self._library, self._options)
         self.generation += 1
         self._page.write(identity_bytes(self._epoch, self.generation))
         try:
@@ -113,6 +111,7 @@ class Inbound:
     def admit(self, epoch: int) -> None:
         """That incarnation may write through the engine now: what was proven of the one before does not cover it."""
         with self._lock:
+            self._exposed = True
             for known in (self._revoked, self._asked, self._replacing):
                 known.discard(epoch)
 
@@ -157,10 +156,10 @@ class Inbound:
 
     def _close(self, engine: Engine) -> None:
         """Raises where the end of the engine is not proven, or its ports are not kept from whoever comes next."""
-        self._old_ports |= engine.ports
+        ports.retire(engine.ports)
         if not engine.stop(CLOSE_WITHIN_S):
             raise BackendError("the library's engine did not close, so nothing is proven", where="mooncake")
-        self._reserved += reserve_all(engine.ports)
+        ports.hold(engine.ports)
 
     def close(self) -> bool:
         """End the engine; True when that is proven. Idempotent."""
@@ -172,14 +171,12 @@ class Inbound:
             engine, self._engine = self._engine or self._closing, None
             self._closing = engine
             self._failed = BackendError("the backend is closed", where="mooncake")
+        if engine is not None and self._exposed:
+            ports.retire(engine.ports)
         closed = engine is None or engine.stop(CLOSE_WITHIN_S)
-        self.let_ports_go()
+        if engine is not None and self._exposed:
+            with contextlib.suppress(OSError):  # no descriptor: other libraries may listen there, engines do not
+                ports.hold(engine.ports)
         if closed:
             self._page.release()
         return closed and (thread is None or not thread.is_alive())
-
-    def let_ports_go(self) -> None:
-        """Close this process's hold on the ports of former engines."""
-        for held in self._reserved:
-            held.close()
-        self._reserved.clear()

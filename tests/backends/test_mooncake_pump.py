@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from sglang_pd.backends.mooncake.inbound import Inbound
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.links import Links
 from sglang_pd.backends.mooncake.options import MooncakeOptions
+from sglang_pd.backends.mooncake.ports import former
 from sglang_pd.backends.mooncake.pump import Pump
+from sglang_pd.backends.mooncake.sockets import reserve
 from sglang_pd.backends.mooncake.transfer import MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.protocol.errors import BackendError, TransferError
 
@@ -435,12 +438,44 @@ def test_an_engine_whose_end_is_not_proven_keeps_the_source(ward: Ward, monkeypa
 # the engine that peers write through
 
 
+class PortEngine:
+    """It listens on one port."""
+
+    port = 0
+
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
+        self.ports = frozenset({self.port})
+
+    def register(self, addresses: list[int], sizes: list[int]) -> None:
+        pass
+
+    def stop(self, within_s: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_port_that_peers_know_is_nobodys_after_the_backend(monkeypatch: pytest.MonkeyPatch, admitted: bool) -> None:
+    """A stopped writer connects to it again, and writes where another backend of the process may have its memory."""
+    monkeypatch.setattr(mooncake_inbound, "Engine", PortEngine)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = PortEngine.port = free.getsockname()[1]
+    inbound = Inbound(LIBRARY, MooncakeOptions(), 1, Scope("mooncake", 8))
+    if admitted:
+        inbound.admit(7)
+    inbound.close()
+    again = reserve(port)
+    assert (again is None) is admitted and (port in former()) is admitted
+    if again is not None:
+        again.close()
+
+
 class SlowEngine:
     """It takes its time to end."""
 
     may_end = threading.Event()
 
-    def __init__(self, library: Library, options: MooncakeOptions, avoid: frozenset[int]) -> None:
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
         self.ports: set[int] = set()
 
     def register(self, addresses: list[int], sizes: list[int]) -> None:
