@@ -41,7 +41,7 @@ def test_events_polled_by_several_threads_are_neither_lost_nor_given_twice() -> 
 
     def emit(first: int) -> None:
         for number in range(first, first + 100):
-            at._emit(RoomEvent(EventKind.ALERT, number, 1))
+            at._emit(RoomEvent(EventKind.ALERT, number, 1, handle=1))
             time.sleep(0.0002)  # one at a time: each may wake another thread
 
     threads = [threading.Thread(target=ask, args=(mine,)) for mine in given]
