@@ -2,7 +2,9 @@
 
 A stopped writer that wakes up connects again to the port that it knows, with descriptors queued for the memory that was
 there; another backend of this process may have its memory at the same addresses by then (measured). Nothing of this
-process listens there any more. In another process the library's own bounds refuse addresses that it did not register.
+process listens there any more. Another process is not kept from it: where a restarted one gets port and addresses of
+the one before, the library takes what is still queued for that (measured). Its bounds refuse only addresses that were
+not registered anew.
 """
 
 from __future__ import annotations
