@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
+import os
 import re
+import secrets
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,16 @@ from sglang_pd.protocol.errors import BackendError
 
 MAX_BYTES = 1 << 47
 _MAP_NORESERVE = 0x4000
+_LOWEST, _HIGHEST, _HUGE = 1 << 36, 0x7E << 40, 2 << 20
+"""User addresses of x86-64 and arm64 (47 bits at least) that are nobody's as a rule; the size of a huge page."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (..)", re.MULTILINE)
 
 
@@ -100,19 +113,24 @@ def check_size(backend: str, nbytes: int, device: str) -> None:
 
 
 def allocate_host(backend: str, nbytes: int) -> Segment:
-    """Zeroed pages of the host, backed as they are touched. Raises `BackendError` (`memory_refused`)."""
+    """Zeroed pages of the host, backed as they are touched. Raises `BackendError` (`memory_refused`).
+
+    They lie anywhere in the address space, so that a process started again hardly ever has them where the one before
+    had its own: a writer that does not know of that death may still write to those addresses. The system's own choice
+    is within 1 TiB (28 random bits of pages), of which large pools are much.
+    """
     check_size(backend, nbytes, "cpu")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=flags)
-    except (OSError, ValueError) as error:
+    where = _LOWEST + secrets.randbelow(max(1, (_HIGHEST - _LOWEST - nbytes) // _HUGE)) * _HUGE
+    address = _LIBC.mmap(where, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)  # elsewhere if that is taken
+    if address == _FAILED:
         wanted = Segment(address=0, nbytes=nbytes, device="cpu")
-        raise refused(backend, "the system refuses the memory", wanted, actual=str(error)) from error
-    with contextlib.suppress(OSError):
-        # Scattered pages cost a look-up each, in the library and in the kernel; huge pages, where there are any, fewer.
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    view = np.frombuffer(mapping, np.uint8)
-    return Segment(address=int(view.ctypes.data), nbytes=nbytes, device="cpu", keep_alive=view)
+        raise refused(backend, "the system refuses the memory", wanted, actual=os.strerror(ctypes.get_errno()))
+    # Scattered pages cost a look-up each, in the library and in the kernel; huge pages, where there are any, fewer.
+    _LIBC.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, nbytes).atexit = False  # threads of a library may still use it
+    return Segment(address=address, nbytes=nbytes, device="cpu", keep_alive=np.ctypeslib.as_array(memory))
 
 
 def allocate_torch(backend: str, torch: Any, nbytes: int, device: str) -> Segment:
