@@ -25,6 +25,12 @@ settings.register_profile("thorough", parent=settings.get_profile("fast"), deran
 settings.load_profile("fast")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Workers of these tests shun the ports of each other's dead, and of nobody else's."""
+    os.environ["SGLANG_PD_STATE_DIR"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

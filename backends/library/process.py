@@ -65,6 +65,15 @@ def _read_own() -> ProcessIdentity:
 os.register_at_fork(after_in_child=_forget_own)
 
 
+def pid_namespace() -> str:
+    """This process's PID namespace, by facts that no other one of any host has; "" where they are not known.
+
+    The inode of a namespace that has ended is given to others, so that its first process belongs to its name.
+    """
+    own, first = own_identity(), _start_ticks(1)
+    return f"{own.boot_id}/{own.pid_namespace}/{first}" if own.known and first is not None else ""
+
+
 def _start_ticks(pid: int) -> int | None:
     try:
         return _ticks_in(Path(f"/proc/{pid}/stat").read_bytes())

@@ -1,0 +1,219 @@
+"""What writers may still know of workers that have ended on this host: the ports they listened at, and process ids.
+
+A writer that was stopped (SIGSTOP, a frozen container, a paused machine) goes on where it was. Its library connects to
+the port, or copies into the process, that it was told of, at addresses of memory that is no more. Where a worker that
+was started since has that port or process id, and memory of its own at those addresses, the bytes land there (measured
+with Mooncake over TCP and with UCX over CMA). So nobody takes what another process had within `HOLD_S` of its end.
+
+Every process that lets others write keeps one file, locked for as long as it lives: the kernel lets go of the lock when
+the process ends, however it ends. The files lie in `$SGLANG_PD_STATE_DIR`, by default a folder of this user's in
+/var/tmp, which must outlive the process: in a container that is made anew, a mounted one. `none` keeps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sglang_pd.backends.library.process import own_identity, pid_namespace
+from sglang_pd.backends.shortage import is_shortage, no_descriptor
+from sglang_pd.protocol.errors import BackendUnavailable
+
+STATE_DIR = "SGLANG_PD_STATE_DIR"
+NOT_KEPT = "none"
+
+HOLD_S = 3600.0
+"""Seconds for which ports and process ids of a worker that was found to have ended stay nobody's: by far longer than a
+stopped process is left standing by whoever watches over it."""
+
+_SUFFIX = ".life"
+_MAX_BYTES = 1 << 20
+
+
+class Life(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one process was known by. pids: with the PID namespace of each.
+
+    ended: boot id and seconds since that boot at which it was found to have ended; None before. A file has one of these
+    a line, each adding to those before it, so that a write that fails half way takes nothing away.
+    """
+
+    ports: tuple[int, ...] = ()
+    pids: tuple[tuple[str, int], ...] = ()
+    ended: tuple[str, float] | None = None
+
+    def with_more(self, more: Life) -> Life:
+        """Both. Of two ends under one boot the first counts; who finds an end under another boot starts anew."""
+        same_boot = self.ended is not None and more.ended is not None and self.ended[0] == more.ended[0]
+        ended = self.ended if same_boot or more.ended is None else more.ended
+        return Life(tuple(dict.fromkeys(self.ports + more.ports)), tuple(dict.fromkeys(self.pids + more.pids)), ended)
+
+
+class Lives:
+    """This process's own life, and those before it. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own = Life()
+        self._file = -1
+
+    def former(self) -> list[Life]:
+        """Those that ended within `HOLD_S`. Those that live on hold their ports themselves.
+
+        Raises `BackendUnavailable` where the folder cannot be used.
+        """
+        folder = _folder()
+        if folder is None:
+            return []
+        found = []
+        with self._lock, _explained(folder):
+            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+                life = _ended(path)
+                if life is not None:
+                    found.append(life)
+        return found
+
+    def former_ports(self) -> frozenset[int]:
+        """At which peers of workers that have ended may still write. Raises `BackendUnavailable`."""
+        return frozenset(port for life in self.former() for port in life.ports)
+
+    def had_this_pid(self) -> bool:
+        """Whether a worker that has ended had this process's id. Raises `BackendUnavailable`.
+
+        Never for the first process of a namespace: with it every process of that namespace ends, writers included.
+        """
+        here = _own_pid()
+        return here is not None and any(here in life.pids for life in self.former())
+
+    def keep_ports(self, ports: frozenset[int]) -> None:
+        """From now on peers may write at these. Raises `BackendUnavailable` where that cannot be kept."""
+        with self._lock:
+            self._keep(Life(ports=tuple(sorted(ports - set(self._own.ports)))))
+
+    def keep_pid(self) -> None:
+        """From now on peers may write into this process by its id. Raises `BackendUnavailable`."""
+        here = _own_pid()
+        if here is not None:
+            with self._lock:
+                self._keep(Life(pids=() if here in self._own.pids else (here,)))
+
+    def _keep(self, more: Life) -> None:
+        folder = _folder() if more != Life() else None
+        if folder is None:
+            return
+        with _explained(folder):
+            if self._file < 0:
+                self._file = _locked_file(folder)
+            _append(self._file, more)
+        self._own = self._own.with_more(more)
+
+    def forget_parent(self) -> None:
+        """In a fork: the file, and the lock on it, are the parent's."""
+        self._lock = threading.Lock()
+        self._own = Life()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _own_pid() -> tuple[str, int] | None:
+    own, namespace = own_identity(), pid_namespace()
+    return (namespace, own.pid) if own.known and own.pid > 1 and namespace else None
+
+
+def kept() -> str:
+    """Where lives are kept, for reports; `none`."""
+    return os.environ.get(STATE_DIR, "") or f"/var/tmp/sglang-pd-{os.getuid()}"
+
+
+def _folder() -> Path | None:
+    if kept() == NOT_KEPT:
+        return None
+    folder = Path(kept())
+    with _explained(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"it belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}")
+    return folder
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise no_descriptor(error, str(folder)) from error
+        raise BackendUnavailable(
+            "what peers know of workers that have ended cannot be kept",
+            where=str(folder),
+            expected="a folder of this user's own that nobody else may write to, and that outlives this process",
+            actual=str(error),
+            hint=f"Set {STATE_DIR} to such a folder; {NOT_KEPT} does without, and then a stopped writer may write into "
+            "a worker that was started again",
+        ) from error
+
+
+def _locked_file(folder: Path) -> int:
+    """A file of our own, locked before anybody can find it."""
+    name = folder / f"{uuid.uuid4().hex}.new"
+    file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(name, name.with_suffix(_SUFFIX))
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _append(file: int, more: Life) -> None:
+    data = b"\n" + msgspec.json.encode(more)
+    if os.write(file, data) != len(data):
+        raise OSError("the file system took only a part")
+
+
+def _ended(path: Path) -> Life | None:
+    """The life in a file, if its process has ended and others might still write to it. Forgets what is too old."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others look at the same time
+        life = _read(file)
+        now = own_identity().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
+        if life.ended is None or life.ended[0] != now[0]:
+            _append(file, Life(ended=now))
+        elif now[1] - life.ended[1] > HOLD_S:
+            os.unlink(path)
+            return None
+        return life
+    except BlockingIOError:
+        return None  # it lives
+    finally:
+        os.close(file)
+
+
+def _read(file: int) -> Life:
+    life = Life()
+    for line in os.pread(file, _MAX_BYTES, 0).splitlines():
+        # A line is written before anybody is told what it says: who could not finish it told nobody.
+        with contextlib.suppress(msgspec.MsgspecError):
+            life = life.with_more(msgspec.json.decode(line, type=Life))
+    return life
+
+
+lives = Lives()
+"""Of this process."""
+
+os.register_at_fork(after_in_child=lives.forget_parent)

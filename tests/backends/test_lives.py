@@ -1,0 +1,142 @@
+"""What a worker that has ended was known by stays nobody's: over real processes that are killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sglang_pd.backends.library import lives as module
+from sglang_pd.backends.library.lives import STATE_DIR, Lives
+from sglang_pd.backends.library.process import pid_namespace
+from sglang_pd.protocol.errors import BackendUnavailable
+
+WORKER = """
+import sys
+from sglang_pd.backends.library.lives import lives
+lives.keep_ports(frozenset(int(one) for one in sys.argv[1:]))
+lives.keep_pid()
+print("kept", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@contextmanager
+def worker(*ports: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", WORKER, *map(str, ports)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"kept\n"
+        yield process
+        process.kill()
+
+
+def killed(*ports: int) -> int:
+    """A worker that had them, and its process id."""
+    with worker(*ports) as process:
+        pass
+    return process.pid
+
+
+def test_ports_of_a_killed_worker_are_known_and_those_of_a_living_one_its_own(folder: Path) -> None:
+    with worker(20_001, 20_002) as process:
+        assert Lives().former_ports() == frozenset()
+        process.send_signal(signal.SIGSTOP)
+        assert Lives().former_ports() == frozenset(), "a stopped one has not ended"
+    assert Lives().former_ports() == {20_001, 20_002}
+    killed(20_003)
+    assert Lives().former_ports() == {20_001, 20_002, 20_003}
+
+
+def test_who_looks_at_the_same_time_sees_the_same(folder: Path) -> None:
+    killed(20_001)
+    (path,) = folder.iterdir()
+    with open(path) as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert Lives().former_ports() == {20_001}
+
+
+def test_what_is_long_over_is_forgotten_and_no_sooner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(20_001)
+    now = 1000.0
+    monkeypatch.setattr(module.time, "clock_gettime", lambda clock: now)
+    assert Lives().former_ports() == {20_001}, "whoever finds it first starts the clock"
+    now += module.HOLD_S - 1
+    assert Lives().former_ports() == {20_001}
+    now += 2
+    assert Lives().former_ports() == frozenset() and not list(folder.iterdir())
+
+
+def test_another_boot_starts_the_clock_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed(20_001)
+    (path,) = folder.iterdir()
+    with open(path, "ab") as file:
+        file.write(b'\n{"ended": ["another boot", 5.0]}')
+    monkeypatch.setattr(module.time, "clock_gettime", lambda clock: 10.0 + module.HOLD_S)
+    assert Lives().former_ports() == Lives().former_ports() == {20_001}
+
+
+def test_a_line_that_was_not_finished_takes_nothing_away(folder: Path) -> None:
+    mine = Lives()
+    mine.keep_ports(frozenset({20_001}))
+    (path,) = folder.iterdir()
+    with open(path, "ab") as file:
+        file.write(b'\n{"ports": [20_0')
+    mine.keep_ports(frozenset({20_001, 20_002}))
+    mine.forget_parent()
+    assert Lives().former_ports() == {20_001, 20_002}
+
+
+def test_a_fork_has_a_life_of_its_own(folder: Path) -> None:
+    code = WORKER.replace('print("kept"', "pid = os.fork()\nlives.keep_ports(frozenset({20_009 if pid else 20_008}))\n"
+                          'if not pid: os.kill(os.getpid(), 9)\nos.waitpid(pid, 0)\nprint("kept"')  # fmt: skip
+    command = [sys.executable, "-c", "import os\n" + code, "20007"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"kept\n"
+        assert Lives().former_ports() == {20_008}, "the parent lives"
+        process.kill()
+    assert Lives().former_ports() == {20_007, 20_008, 20_009}
+
+
+def test_a_process_id_is_known_by_its_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = killed()
+    assert not Lives().had_this_pid()
+    monkeypatch.setattr(module, "_own_pid", lambda: (pid_namespace(), before))
+    assert Lives().had_this_pid()
+    monkeypatch.setattr(module, "_own_pid", lambda: ("another namespace", before))
+    assert not Lives().had_this_pid()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(BackendUnavailable, match=STATE_DIR) as caught:
+        Lives().former()
+    assert str(folder) in str(caught.value) and "777" in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "file" / "state"))
+    with pytest.raises(BackendUnavailable, match=STATE_DIR):
+        Lives().keep_ports(frozenset({20_001}))
+
+
+def test_none_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(STATE_DIR, "none")
+    monkeypatch.chdir(tmp_path)
+    mine = Lives()
+    mine.keep_ports(frozenset({20_001}))
+    assert mine.former() == [] and not list(tmp_path.iterdir()) and os.environ[STATE_DIR] == module.kept()
