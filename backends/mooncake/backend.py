@@ -8,8 +8,9 @@ What is proven, and what is not
     `nvlink_intra` also what the library reports as drained: copies of our own GPU that have ended.
 *   Every other failure of the library is UNKNOWN: its queue is neither cancelled nor awaited, and bytes that left wait
     in sockets of the destination. `fence` is True when all transfers are DONE or FAILED, or when this host's kernel
-    says that the destination's process has ended. Closing the engine that issued the writes proves nothing over a
-    network, so it is not offered as a fence.
+    says that the destination's process has ended and, over TCP, the library has nothing for it any more: what is queued
+    it writes to whoever listens at that port next (measured), so that a peer's death ends the engine first. Closing the
+    engine that issued the writes proves nothing else over a network, so it is not offered as a fence.
 *   `source_free` of what stays UNKNOWN (TCP): the engine that carried it has ended, so that nothing here reads the
     source; its other peers write through another engine. Measured with 200 MB under way to a stopped peer, the source
     filled anew, and the peer going on: 64 MiB of the new content arrived where the engine ran on, none where it had
@@ -41,6 +42,7 @@ from sglang_pd.backends.base import (
 from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.connect import ThreadedConnecting
+from sglang_pd.backends.library.lives import kept
 from sglang_pd.backends.library.process import own_identity
 from sglang_pd.backends.library.rows import NO_ROWS, Rows
 from sglang_pd.backends.mooncake.blob import ENVELOPE, Blob, decode_matching
@@ -141,6 +143,7 @@ class MooncakeBackend(Backend):
             "arrays": self._library.has_arrays,
             "environment": dict(self._in_force),
             "listening": self._inbound.listening(),
+            "lives": kept(),
             "generation": self._inbound.generation,
             "engine_rebuilds": self._links.rebuilds,
             "not_replaced": str(self._inbound.failed or ""),
@@ -288,7 +291,10 @@ class MooncakeBackend(Backend):
         """See `Backend.fence`, and the module's docstring for what it can prove."""
         self._home.check()
         mine = self._own(peer)
-        return mine.resolved == mine.posted or mine.dead()
+        if mine.resolved == mine.posted:
+            return True
+        # What the library still has it would write to whoever listens at that port next.
+        return mine.dead() and (mine.transport != "tcp" or mine.through == mine.posted)
 
     def revoke(self, epoch: int) -> bool:
         """See `Backend.revoke`. Over TCP the first call starts to replace the engine that all peers write through."""

@@ -10,6 +10,7 @@ holds the interpreter's lock (about a second, unless the accept loop's wait was 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake import sockets as mooncake_sockets
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
+from sglang_pd.backends.shortage import no_descriptor
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
 
 LISTENERS = {"tcp": 2, "rdma": 1, "nvlink_intra": 1}
@@ -29,6 +31,7 @@ LISTENERS = {"tcp": 2, "rdma": 1, "nvlink_intra": 1}
 DEFAULT_PORTS = (15_000, 17_000)
 
 _START = threading.Lock()
+_STARTS = 256
 
 _REGISTER_CODES: dict[int | str, str] = {
     -1: "invalid argument",
@@ -43,29 +46,18 @@ _REGISTER_CODES: dict[int | str, str] = {
 class Engine:
     """A started engine. Its calls may be made from any thread; `stop` ends it and is True when that is proven."""
 
-    def __init__(self, library: Library, options: MooncakeOptions) -> None:
-        """Start one that listens on no port at which a former one did.
+    def __init__(self, library: Library, options: MooncakeOptions, shunned: frozenset[int] = frozenset()) -> None:
+        """Start one that listens on no port at which a former one of this process did, and on none of `shunned`.
 
-        Raises `BackendUnavailable` where the library cannot start or runs another transport than asked for,
-        `ConfigError` (`insecure_refused`) where it listens on all interfaces and that was not allowed.
+        Raises `BackendUnavailable` where the library cannot start, finds no other port, or runs another transport than
+        asked for, `ConfigError` (`insecure_refused`) where it listens on all interfaces and that was not allowed.
         """
         self.options = options
         self.ports: frozenset[int] = frozenset()
         self._inodes: frozenset[int] = frozenset()
         self._library = library
         self._raw: Any = None
-        for _ in range(16):
-            with _START:
-                self._start()
-            if not self.ports & ports.former():
-                break
-            self.stop(5.0)
-        else:
-            raise BackendUnavailable(
-                "the library only finds ports that an earlier engine of this process used",
-                where=f"{PATH}.ports",
-                hint="Give it a wider range",
-            )
+        self._start_elsewhere(shunned | ports.former())
         try:
             self._check_listeners()
         except Exception:
@@ -90,6 +82,37 @@ class Engine:
     def session(self) -> str:
         """`host:rpc_port`, by which peers name this engine."""
         return f"{self.options.host}:{self.rpc_port}"
+
+    def _start_elsewhere(self, shunned: frozenset[int]) -> None:
+        """The library takes any port of its range that is free: those it shall not have are taken as it finds them."""
+        taken: list[socket.socket] = []
+        try:
+            for _ in range(_STARTS):
+                with _START:
+                    self._start()
+                clash = self.ports & shunned
+                if not clash:
+                    return
+                self.stop(5.0)
+                taken += mooncake_sockets.reserve_all(clash)
+            raise BackendUnavailable("the library goes on finding the same ports", where="mooncake")
+        except BackendUnavailable as error:
+            if not taken:
+                raise
+            low, high = self._range()
+            lost = len(shunned & frozenset(range(low, high + 1)))
+            raise BackendUnavailable(
+                "the library finds no port that peers of an earlier engine do not still know",
+                where=f"{PATH}.ports",
+                expected="ports that no engine of this process had, nor any of a worker that ended within the hour",
+                actual=f"{low} to {high}, of which {lost} are not free for this",
+                hint="Give it a wider range: each start of a worker that peers write to takes two",
+            ) from error
+        except OSError as error:
+            raise no_descriptor(error, "mooncake, a port that is not to be used") from error
+        finally:
+            for one in taken:
+                one.close()
 
     def _start(self) -> None:
         before = {one.inode for one in mooncake_sockets.own_listeners()}

@@ -2,7 +2,8 @@
 
 Once it is closed and joined, no thread of this process stores bytes that a peer sent, whatever waits in sockets, and
 those sockets are gone. Its successor must listen on other ports: a stopped writer that wakes up still holds the old
-ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, see `mooncake.ports`.
+ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, see `mooncake.ports`;
+and those of workers that have ended are not taken either, see `library.lives`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.segments import Scope
 from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake.blob import identity_bytes
@@ -80,18 +82,20 @@ class Inbound:
         return engine.listening() if engine is not None else ()
 
     def _open(self) -> None:
-        engine = Engine(self._library, self._options)
+        engine = Engine(self._library, self._options, lives.former_ports())
         self.generation += 1
         self._page.write(identity_bytes(self._epoch, self.generation))
         try:
             engine.register([self._page.address], [self._page.nbytes])
             segments = self._scope.segments
             engine.register([one.address for one in segments], [one.nbytes for one in segments])
+            with self._lock:
+                if self._exposed:
+                    lives.keep_ports(engine.ports)
+                self._engine, self._failed = engine, None
         except Exception:
             engine.stop(CLOSE_WITHIN_S)
             raise
-        with self._lock:
-            self._engine, self._failed = engine, None
 
     def revoke(self, epoch: int, news: Callable[[], None]) -> bool:
         """True once an engine that `epoch` may have written through is closed and joined, and its successor there.
@@ -109,8 +113,13 @@ class Inbound:
             return proven and self._engine is not None
 
     def admit(self, epoch: int) -> None:
-        """That incarnation may write through the engine now: what was proven of the one before does not cover it."""
+        """That incarnation may write through the engine now: what was proven of the one before does not cover it.
+
+        Raises `BackendUnavailable` where the ports cannot be kept from those who come after this process.
+        """
         with self._lock:
+            if self._engine is not None:
+                lives.keep_ports(self._engine.ports)
             self._exposed = True
             for known in (self._revoked, self._asked, self._replacing):
                 known.discard(epoch)

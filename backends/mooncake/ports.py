@@ -2,9 +2,7 @@
 
 A stopped writer that wakes up connects again to the port that it knows, with descriptors queued for the memory that was
 there; another backend of this process may have its memory at the same addresses by then (measured). Nothing of this
-process listens there any more. Another process is not kept from it: where a restarted one gets port and addresses of
-the one before, the library takes what is still queued for that (measured). Its bounds refuse only addresses that were
-not registered anew.
+process listens there any more; a process that comes after it shuns them by itself (`library.lives`).
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Pump:
     def _accept(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> None:
         self._peers[peer.number] = peer
         peer.waiting.append(transfer)
-        # Whether its process lives was asked a moment ago by the owner; what a verification found is looked at here.
+        # Whether its process lives is asked before each submission; what a verification found is looked at here.
         if peer.found_lost is not None or not peer.connected:
             gone = TransferError("the peer was disconnected", where=f"mooncake, {peer.label}")
             self.halt(peer, peer.found_lost or gone)
@@ -253,8 +253,8 @@ class Pump:
             moved |= self._look(peer)
             if sweep:
                 self._expire(peer, now)
-                if peer.lost is not None and peer.waiting:
-                    self.halt(peer, peer.lost)
+            if peer.lost is not None:
+                self._give_up(peer, peer.lost)
             if peer.suspect:
                 if now >= peer.verify_at:
                     peer.verify_at = float("inf")
@@ -320,19 +320,25 @@ class Pump:
             if not peer.suspect and peer.found_lost is None and peer.connected:
                 peer.suspect, peer.verify_at = True, 0.0
         self._judge(transfer)
-        self._free_source(transfer)
 
     def engine_ended(self, outbound: Outbound) -> None:
         """It is proven that the engine reads nothing any more."""
         held, outbound.unproven = outbound.unproven, []
         for transfer in held:
             transfer.held_by.discard(outbound)
-            self._free_source(transfer)
+            self._release(transfer)
 
-    def _free_source(self, transfer: MooncakeTransfer) -> None:
-        if transfer.lost and not transfer.flights and not transfer.held_by:
+    def _release(self, transfer: MooncakeTransfer) -> None:
+        """Note that the library has nothing of a transfer any more, if so."""
+        if transfer.through or transfer.flights or not (transfer.halted or transfer.final):
+            return
+        if transfer.held_by and transfer.peer.transport == "tcp":
+            return
+        transfer.through = True
+        transfer.peer.through += 1
+        self._ended = True
+        if transfer.lost and not transfer.held_by:
             transfer.let_go()
-            self._ended = True
 
     def _judge(self, transfer: MooncakeTransfer) -> None:
         """Give a transfer the state that its submissions prove."""
@@ -346,6 +352,7 @@ class Pump:
         elif transfer.halted:
             # All that was submitted was acknowledged, and nothing more will be submitted.
             self._mark(transfer, TransferState.FAILED)
+        self._release(transfer)
 
     def _mark(self, transfer: MooncakeTransfer, state: TransferState) -> None:
         if transfer.final:
@@ -373,10 +380,21 @@ class Pump:
         if late:
             peer.waiting = deque(one for one in peer.waiting if not one.halted)
         if peer.found_lost is not None or not peer.connected:
-            for flight in [one for one in peer.flying if now > one.transfer.expires + _ABANDON_S]:
-                flight.chunk.reason = "the library does not say how it ended"
-                peer.flying.remove(flight)
-                self._land(peer, flight, ChunkState.LOST)
+            self._abandon(peer, [one for one in peer.flying if now > one.transfer.expires + _ABANDON_S])
+
+    def _give_up(self, peer: MooncakePeer, lost: PdError) -> None:
+        """The peer is gone. Over TCP the library would write what it has to whoever listens there next, so that its
+        engine must end: what is in it is not waited for."""
+        if peer.waiting:
+            self.halt(peer, lost)
+        if peer.flying and peer.transport == "tcp":
+            self._abandon(peer, list(peer.flying))
+
+    def _abandon(self, peer: MooncakePeer, flights: list[Flight]) -> None:
+        for flight in flights:
+            flight.chunk.reason = "the library does not say how it ended"
+            peer.flying.remove(flight)
+            self._land(peer, flight, ChunkState.LOST)
 
     def _feed(self, peer: MooncakePeer) -> bool:
         """Submit what the bounds allow, oldest transfer first; one whose event has not come lets others pass."""
@@ -398,7 +416,7 @@ class Pump:
 
     def _submit_what_fits(self, peer: MooncakePeer, transfer: MooncakeTransfer) -> bool:
         moved = False
-        while transfer.cursor < len(transfer.pieces):
+        while transfer.cursor < len(transfer.pieces) and peer.lost is None:
             part = self._next_part(peer, transfer)
             if part is None:
                 break

@@ -25,7 +25,8 @@ class MooncakeTransfer(LibraryTransfer):
     pieces: merged when the pump takes the transfer up. cursor: first piece not yet submitted. flights: submissions in
     the library. halted: nothing more of it will be submitted. lost: a submission failed without proof. left: it no
     longer counts as queued. provable: no side is device memory. held_by: engines that a submission of it failed in: the
-    library neither cancels nor awaits the rest of it, so that they may read the source until they have ended.
+    library neither cancels nor awaits the rest of it, so that they may read the source until they have ended. through:
+    nothing of it is in the library any more, nor will be.
     """
 
     def __init__(self, peer: MooncakePeer, pieces: Rows, nbytes: int, deadline_s: float, after: Any) -> None:
@@ -41,6 +42,7 @@ class MooncakeTransfer(LibraryTransfer):
         self.left = False
         self.provable = False
         self.held_by: set[Outbound] = set()
+        self.through = False
         self.assist: Callable[[MooncakeTransfer], None] | None = None
         self.give_up: Callable[[MooncakeTransfer], None] | None = None
 
@@ -51,8 +53,9 @@ class MooncakeTransfer(LibraryTransfer):
         if not self.final and self.assist is not None:
             self.assist(self)
         state = super().poll()
-        if state is TransferState.UNKNOWN and self.provable and self.left and self.peer.dead():
-            # Nothing of it is in the library any more, and the memory it went to is gone with the process.
+        if state is TransferState.UNKNOWN and self.provable and self.through and self.peer.dead():
+            # The memory it went to is gone with the process. Without the first that would prove nothing: the library
+            # connects again to whoever listens there next, and writes on.
             self.set_state(TransferState.FAILED)
         return self.decided()
 
@@ -103,9 +106,10 @@ class Outbound:
 class MooncakePeer(Peer):
     """One incarnation of a remote backend.
 
-    waiting, flying: its transfers not yet submitted whole, and its submissions, oldest first. posted, resolved: how
-    many transfers there were, and how many came to DONE or FAILED. suspect: a submission failed, and who is there has
-    not been verified since; nothing is submitted meanwhile. moving: it is about to write through another engine.
+    waiting, flying: its transfers not yet submitted whole, and its submissions, oldest first. posted, resolved,
+    through: how many transfers there were, how many came to DONE or FAILED, and of how many the library has nothing any
+    more. suspect: a submission failed, and who is there has not been verified since; nothing is submitted meanwhile.
+    moving: it is about to write through another engine.
     home: epoch of the backend whose peer it is.
     """
 
@@ -124,6 +128,7 @@ class MooncakePeer(Peer):
         self.outstanding_bytes = 0
         self.posted = 0
         self.resolved = 0
+        self.through = 0
         self.suspect = False
         self.moving = False
         self.verify_at = 0.0

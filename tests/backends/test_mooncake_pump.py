@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import os
 import select
-import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.process import ProcessIdentity
 from sglang_pd.backends.library.rows import Rows
-from sglang_pd.backends.library.segments import Scope
-from sglang_pd.backends.mooncake import inbound as mooncake_inbound
 from sglang_pd.backends.mooncake import links as mooncake_links
 from sglang_pd.backends.mooncake import pump as mooncake_pump
 from sglang_pd.backends.mooncake.blob import Blob, identity_bytes
-from sglang_pd.backends.mooncake.inbound import Inbound
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.links import Links
 from sglang_pd.backends.mooncake.options import MooncakeOptions
-from sglang_pd.backends.mooncake.ports import former
 from sglang_pd.backends.mooncake.pump import Pump
-from sglang_pd.backends.mooncake.sockets import reserve
 from sglang_pd.backends.mooncake.transfer import MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.protocol.errors import BackendError, TransferError
 
@@ -435,65 +433,53 @@ def test_an_engine_whose_end_is_not_proven_keeps_the_source(ward: Ward, monkeypa
     assert soon(lambda: transfer.source_free)
 
 
-# the engine that peers write through
+# a peer whose process has ended
 
 
-class PortEngine:
-    """It listens on one port."""
-
-    port = 0
-
-    def __init__(self, library: Library, options: MooncakeOptions) -> None:
-        self.ports = frozenset({self.port})
-
-    def register(self, addresses: list[int], sizes: list[int]) -> None:
-        pass
-
-    def stop(self, within_s: float) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("admitted", [True, False])
-def test_a_port_that_peers_know_is_nobodys_after_the_backend(monkeypatch: pytest.MonkeyPatch, admitted: bool) -> None:
-    """A stopped writer connects to it again, and writes where another backend of the process may have its memory."""
-    monkeypatch.setattr(mooncake_inbound, "Engine", PortEngine)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = PortEngine.port = free.getsockname()[1]
-    inbound = Inbound(LIBRARY, MooncakeOptions(), 1, Scope("mooncake", 8))
-    if admitted:
-        inbound.admit(7)
-    inbound.close()
-    again = reserve(port)
-    assert (again is None) is admitted and (port in former()) is admitted
-    if again is not None:
-        again.close()
+@pytest.fixture
+def mortal(ward: Ward) -> Iterator[tuple[MooncakePeer, subprocess.Popen[bytes]]]:
+    """A peer that is a process of this host, which a test may end."""
+    code = "from sglang_pd.backends.library.process import own_identity; import msgspec\n"
+    code += "print(msgspec.msgpack.encode(own_identity()).hex(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        identity = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline().decode()), type=ProcessIdentity)
+        described = msgspec.structs.replace(blob(), process=identity)
+        peer = MooncakePeer(1, described, ward.links.reach(described))
+        ward.links.join(peer.outbound, peer)
+        yield peer, process
+        process.kill()
 
 
-class SlowEngine:
-    """It takes its time to end."""
-
-    may_end = threading.Event()
-
-    def __init__(self, library: Library, options: MooncakeOptions) -> None:
-        self.ports: set[int] = set()
-
-    def register(self, addresses: list[int], sizes: list[int]) -> None:
-        pass
-
-    def stop(self, within_s: float) -> bool:
-        return self.may_end.wait(10)
+Mortal = tuple[MooncakePeer, "subprocess.Popen[bytes]"]
 
 
-def test_who_is_admitted_while_the_engine_is_replaced_is_not_covered_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_inbound, "Engine", SlowEngine)
-    SlowEngine.may_end.clear()
-    inbound = Inbound(LIBRARY, MooncakeOptions(), 1, Scope("mooncake", 8))
-    ended = threading.Event()
-    assert not inbound.revoke(7, ended.set) and not inbound.revoke(8, ended.set)
-    inbound.admit(7)
-    SlowEngine.may_end.set()
-    assert ended.wait(10)
-    assert inbound.revoke(8, ended.set), "that one was not admitted again"
-    assert not inbound.revoke(7, ended.set), "it may have written through the new engine"
-    inbound.close()
+def test_a_death_fails_a_write_only_once_its_engine_has_ended(
+    ward: Ward, mortal: Mortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library writes what it has to whoever listens at that port next: the source was given back before that."""
+    monkeypatch.setattr(mooncake_links, "_END_AGAIN_S", 0.01)
+    (peer, process), proven = mortal, threading.Event()
+    engine: Any = peer.outbound.engine
+    monkeypatch.setattr(engine, "stop", lambda within_s: proven.is_set())
+    under_way, spent = ward.post(peer), ward.post(peer)
+    under_way.provable = spent.provable = True
+    assert soon(lambda: peer.flying) and spent.poll() is PENDING
+    process.kill()
+    process.wait()
+    assert soon(lambda: under_way.poll() is UNKNOWN) and peer.lost is not None
+    time.sleep(0.1)
+    assert under_way.poll() is UNKNOWN and not under_way.source_free and peer.through < peer.posted
+    proven.set()
+    assert becomes(under_way, FAILED) and becomes(spent, FAILED)
+    assert under_way.source_free and peer.through == peer.posted == 2
+
+
+def test_nothing_is_submitted_to_a_process_that_has_ended(ward: Ward, mortal: Mortal) -> None:
+    peer, process = mortal
+    raw: Any = peer.outbound.engine.raw
+    process.kill()
+    process.wait()
+    transfer = ward.post(peer)
+    transfer.provable = True
+    assert becomes(transfer, FAILED) and raw.next_id == 0 and transfer.source_free
