@@ -71,7 +71,7 @@ from sglang_pd.backends.nixl.options import (
     settings_digest,
     ucx_settings,
 )
-from sglang_pd.backends.nixl.pieces import pieces, single_piece
+from sglang_pd.backends.nixl.pieces import Bounds, bounds, cut, pieces, single_piece
 from sglang_pd.backends.nixl.probe import Probe, Transports
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import WriteBatch
@@ -109,8 +109,9 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> NixlBackend:
 class NixlPeer(Peer):
     """One incarnation of a remote `nixl` backend."""
 
-    def __init__(self, link: Link, transport: str, home: int) -> None:
+    def __init__(self, link: Link, transport: str, home: int, most: Bounds) -> None:
         self.home = home  # epoch of the backend whose peer it is
+        self.most = most
         self.epoch = link.blob.epoch
         self.segment_bytes = tuple(entry.nbytes for entry in link.blob.segments)
         self.transport = transport
@@ -263,9 +264,10 @@ class NixlBackend(Backend):
                 with contextlib.suppress(PdError):  # it is being closed
                     self._engine.order(lambda: self._engine.disconnect(found[0]))
 
-        return ThreadedConnecting(reach, lambda found: NixlPeer(*found, self._epoch), leave, self._engine.tell).start(
-            "sglang-pd-nixl-connect"
-        )
+        def finish(found: tuple[Link, str]) -> NixlPeer:
+            return NixlPeer(*found, self._epoch, bounds(self._options, direct=found[0].direct))
+
+        return ThreadedConnecting(reach, finish, leave, self._engine.tell).start("sglang-pd-nixl-connect")
 
     def _decode(self, blob: bytes, epoch: int) -> AgentBlob:
         return decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
@@ -345,13 +347,15 @@ class NixlBackend(Backend):
         """The checked batch. Raises `BackendError` (`segment_invalid`)."""
         own, there, name = self._scope.side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
+        most = peer.most
         piece = single_piece(batch, own, there)
-        if piece is not None and (nbytes := batch.total_bytes) <= self._options.max_bytes_per_post:
-            return Work(LibraryTransfer("nixl", name, nbytes, deadline_s), iter((piece,)), host_only)
+        if piece is not None:
+            transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)
+            return Work(transfer, cut(piece, most.nbytes), host_only)
         check_batch(batch, own.nbytes, there.nbytes, peer=name)
         transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)
         rows = Rows.of(batch, own.base, there.base)
-        return Work(transfer, pieces(rows, own, there, self._options), host_only)
+        return Work(transfer, pieces(rows, own, there, most), host_only)
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer to the peer is DONE or FAILED."""

@@ -1,4 +1,4 @@
-"""The parts of the `nixl` backend that need no library: options, blob, pieces, proofs of death, UCX's tables."""
+"""The parts of the `nixl` backend that need no library: options, blob, pieces, proofs of death."""
 
 from __future__ import annotations
 
@@ -33,8 +33,17 @@ from sglang_pd.backends.library.transfer import LibraryTransfer
 from sglang_pd.backends.nixl.backend import NixlBackend
 from sglang_pd.backends.nixl.blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
 from sglang_pd.backends.nixl.options import NixlOptions, check_environment, may_use_rdma, parse_options
-from sglang_pd.backends.nixl.pieces import pieces, single_piece
-from sglang_pd.backends.nixl.probe import Transports, read_tables
+from sglang_pd.backends.nixl.pieces import (
+    DIRECT_BYTES,
+    DIRECT_DESCRIPTORS,
+    Bounds,
+    Piece,
+    bounds,
+    cut,
+    pieces,
+    single_piece,
+)
+from sglang_pd.backends.nixl.probe import Transports
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
@@ -261,6 +270,8 @@ def test_without_a_descriptor_nobody_states_who_he_is() -> None:
 
 # Pieces
 
+WIDE = Bounds(4096, 64 << 20)
+
 
 def sides(count: int = 3, nbytes: int = 1 << 20) -> tuple[Side, Side]:
     own = [Segment(address=(i + 1) * nbytes, nbytes=nbytes, device="cpu") for i in range(count)]
@@ -303,9 +314,8 @@ def test_pieces_move_the_same_bytes(batch: WriteBatch, most: int, most_bytes: in
     if int(batch.length.sum()) > 20_000:
         batch = replace(batch, length=np.minimum(batch.length, np.uint64(200)))
     whole = addressed(batch, own, peer)
-    options = NixlOptions(max_descriptors_per_post=most, max_bytes_per_post=most_bytes)
     moved = []
-    for piece in pieces(whole, own, peer, options):
+    for piece in pieces(whole, own, peer, Bounds(most, most_bytes)):
         local, remote = (np.asarray(rows) for rows in piece.rows)
         assert 0 < len(local) <= most and (local[:, 1] == remote[:, 1]).all()
         assert int(local[:, 1].sum()) <= most_bytes
@@ -338,7 +348,7 @@ def test_devices_go_apart_and_keep_their_numbers() -> None:
     src, dst = np.array([0, 1, 1, 0], np.uint32), np.array([0, 0, 1, 1], np.uint32)
     offset, length = np.array([0, 0, 512, 512], np.uint64), np.full(4, 256, np.uint64)
     batch = WriteBatch(table(2, 4096), table(2, 4096), src, offset, dst, offset, length)
-    found = {piece.kinds: piece for piece in pieces(addressed(batch, own, peer), own, peer, NixlOptions())}
+    found = {piece.kinds: piece for piece in pieces(addressed(batch, own, peer), own, peer, WIDE)}
     assert set(found) == {("cpu", "cuda"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")}
     assert [np.asarray(rows)[:, 2].tolist() for rows in found["cuda", "cuda"].rows] == [[2], [1]]
     assert found["cuda", "cuda"].source_device == "cuda:2"
@@ -369,9 +379,21 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
         return
     assert piece is not None
     whole = addressed(replace(batch), own, peer)
-    (expected,) = pieces(whole, own, peer, NixlOptions())
-    assert [np.asarray(rows).tolist() for rows in piece.rows] == [np.asarray(rows).tolist() for rows in expected.rows]
-    assert (piece.kinds, piece.source_device) == (expected.kinds, expected.source_device)
+    for most in (WIDE, Bounds(1, data.draw(st.integers(1000, 5000)))):
+        expected = list(pieces(whole, own, peer, most))
+        found = list(cut(piece, most.nbytes))
+        assert [as_lists(one) for one in found] == [as_lists(one) for one in expected]
+
+
+def as_lists(piece: Piece) -> tuple[Any, ...]:
+    return (*(np.asarray(rows).tolist() for rows in piece.rows), piece.kinds, piece.source_device)
+
+
+def test_pieces_copied_to_a_process_number_are_small_whatever_the_options_say() -> None:
+    assert bounds(NixlOptions(), direct=False) == Bounds(4096, 64 << 20)
+    assert bounds(NixlOptions(), direct=True) == Bounds(DIRECT_DESCRIPTORS, DIRECT_BYTES)
+    small = NixlOptions(max_descriptors_per_post=7, max_bytes_per_post=4096)
+    assert bounds(small, direct=True) == Bounds(7, 4096)
 
 
 # Who needs no proof but its own
@@ -439,48 +461,3 @@ def test_unmapped_and_read_only_memory_is_refused() -> None:
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ) == 0
         with pytest.raises(BackendError, match="memory_refused"):
             check_mapped("nixl", Segment(address=address, nbytes=4096, device="cpu"))
-
-
-# UCX's tables, as printed by UCX 1.23
-
-TABLES = """
-[1795990493.103318] [vm:5547 :0]   | A self cfg#0                                             |
-[1795990493.103318] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
-[1795990493.103318] [vm:5547 :0]   | 0..inf | zero-copy   | self/memory                       |
-[1795990493.187187] [vm:5547 :0]   | A intra-node cfg#1                                       |
-[1795990493.187187] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
-[1795990493.187187] [vm:5547 :0]   +--------+-------------+-----------------------------------+
-[1795990493.187187] [vm:5547 :0]   | Range  | Description |              Config               |
-[1795990493.187187] [vm:5547 :0]   | 0..inf | zero-copy   | {config} |
-[1795990493.187931] [vm:5547 :0]   | A intra-node cfg#1                              |
-[1795990493.187931] [vm:5547 :0]   | active message by ucp_am_send* from host memory |
-[1795990493.187931] [vm:5547 :0]   | 16516..inf | multi-frag copy-in | tcp/lo        |
-"""
-
-
-@pytest.mark.parametrize(
-    ("config", "used"),
-    [
-        ("cma/memory", ("cma",)),
-        ("52% on tcp/lo and 48% on tcp/eth0", ("tcp",)),
-        ("50% on rc_mlx5/mlx5_0:1 and 50% on tcp/eth0", ("rc_mlx5", "tcp")),
-    ],
-)
-def test_transport_is_read_from_the_tables_of_writes_alone(config: str, used: tuple[str, ...]) -> None:
-    found = read_tables(TABLES.replace("{config}", config))
-    assert found.paths == {("cpu", "cpu"): used}
-    assert found.verified_without_tcp("cpu", "cpu") is ("tcp" not in used)
-    assert not found.verified_without_tcp("cuda", "cuda") and found.name("cuda", "cuda") == "unknown"
-
-
-def test_device_memory_is_another_path() -> None:
-    text = TABLES.replace("{config}", "cma/memory") + TABLES.replace("{config}", "cuda_ipc/cuda").replace(
-        "from host memory to host", "from cuda/GPU0 to cuda/GPU1"
-    )
-    found = read_tables(text)
-    assert found.name("cuda", "cuda") == "cuda_ipc" and found.name("cpu", "cpu") == "cma"
-
-
-def test_silence_is_no_answer() -> None:
-    found = read_tables("UCX  ERROR   no such device")
-    assert not found.paths and "no such device" in found.failure
