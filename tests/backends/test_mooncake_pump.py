@@ -17,6 +17,7 @@ from sglang_pd.backends.base import TransferState
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import Scope
+from sglang_pd.backends.library.sockets import reserve
 from sglang_pd.backends.mooncake import inbound as mooncake_inbound
 from sglang_pd.backends.mooncake import links as mooncake_links
 from sglang_pd.backends.mooncake import pump as mooncake_pump
@@ -27,7 +28,6 @@ from sglang_pd.backends.mooncake.links import Links
 from sglang_pd.backends.mooncake.options import MooncakeOptions
 from sglang_pd.backends.mooncake.ports import former
 from sglang_pd.backends.mooncake.pump import Pump
-from sglang_pd.backends.mooncake.sockets import reserve
 from sglang_pd.backends.mooncake.transfer import MooncakePeer, MooncakeTransfer, Outbound
 from sglang_pd.protocol.errors import BackendError, TransferError
 

@@ -60,7 +60,7 @@ def link_to(child: subprocess.Popen[bytes], *, direct: bool) -> Link:
     blob = AgentBlob(
         epoch=5, agent=agent_name(5, 0), nixl_version="1.5.1", plugin="UCX", settings=0,
         process=ProcessIdentity(own.boot_id, own.pid_namespace, child.pid, ticks),
-        host_paths=["cma"], segments=[], metadata=b"",
+        host_paths=["cma"], listens=[], segments=[], metadata=b"",
     )  # fmt: skip
     return Link(blob, lambda: None, direct=direct)
 

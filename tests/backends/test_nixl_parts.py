@@ -145,6 +145,7 @@ BLOB = AgentBlob(
     settings=5,
     process=ProcessIdentity("boot", 1, 2, 3),
     host_paths=["cma"],
+    listens=[("127.0.0.1", 4711), ("fe80::1", 1)],
     segments=[SegmentEntry(4096, 8192, "cpu"), SegmentEntry(1 << 40, 1 << 33, "cuda:3")],
     metadata=b"opaque",
 )
@@ -187,6 +188,9 @@ def test_noise_is_refused(noise: bytes) -> None:
         ({"segments": [SegmentEntry((1 << 64) - 10, 10, "cpu")]}, "message_malformed"),
         ({"segments": [SegmentEntry(1, 1, "cuda")]}, "message_malformed"),
         ({"segments": [SegmentEntry(1, 1, "cpu")] * 20_000}, "message_malformed"),
+        ({"listens": [("localhost", 1)]}, "message_malformed"),
+        ({"listens": [("127.0.0.1", 0)]}, "message_malformed"),
+        ({"listens": [("127.0.0.1", 1)] * 65}, "message_malformed"),
     ],
 )
 def test_an_impossible_blob_is_refused(change: dict[str, object], code: str) -> None:
