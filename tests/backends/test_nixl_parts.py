@@ -412,7 +412,10 @@ def test_pieces_copied_to_a_process_number_are_small_whatever_the_options_say() 
         ({"host_paths": ["tcp"]}, {}, ("tcp",), False),
         ({}, {}, ("cma", "tcp"), False),
         ({"settings": 6}, {}, ("cma",), False),
+        ({"host_paths": ["knem"]}, {}, ("knem",), False),
         ({"process": ProcessIdentity("another host", 1, 2, 3)}, {}, ("cma",), False),
+        ({"process": ProcessIdentity(own_identity().boot_id, 1, 2, 3)}, {}, ("cma",), False),
+        ({"process": ProcessIdentity("", 0, 2, -1)}, {}, ("cma",), False),
         ({"segments": [SegmentEntry(4096, 8192, "cuda:0")]}, {}, ("cma",), False),
         ({}, {"num_threads": 2}, ("cma",), False),
         ({}, {"progress_thread": True}, ("cma",), False),
@@ -422,13 +425,25 @@ def test_a_writer_copies_itself_only_where_both_sides_have_nothing_but_cma(
     changed: dict[str, Any], options: dict[str, Any], own: tuple[str, ...], direct: bool
 ) -> None:
     backend: Any = object.__new__(NixlBackend)
-    backend._host = Transports({("cpu", "cpu"): own} if own else {})
+    others = dict.fromkeys((("cpu", "cuda"), ("cuda", "cpu")), ("cma",))
+    backend._host = Transports(others | ({("cpu", "cpu"): own} if own else {}))
     backend._digest, backend._device, backend._options = 5, False, NixlOptions(**options)
     here = {"process": own_identity(), "segments": [SegmentEntry(4096, 8192, "cpu")]}
     blob = msgspec.structs.replace(BLOB, **(here | changed))
     assert backend._writes_itself(blob) is direct
     backend._device = True
     assert not backend._writes_itself(blob)
+
+
+@pytest.mark.parametrize(
+    ("own", "possible"), [(None, True), (("cma",), True), (("cma", "tcp"), True), (("knem",), True), (("tcp",), False)]
+)
+def test_a_writer_of_this_host_may_copy_itself_unless_ucx_says_that_all_is_tcp(
+    own: tuple[str, ...] | None, possible: bool
+) -> None:
+    backend: Any = object.__new__(NixlBackend)
+    backend._host = Transports({("cpu", "cpu"): own} if own else {})
+    assert backend._cma_possible() is possible
 
 
 # State
