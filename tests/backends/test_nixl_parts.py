@@ -135,6 +135,14 @@ def test_older_protocols_are_refused() -> None:
         check_environment(NixlOptions(), {"UCX_PROTO_ENABLE": "n"}, ())
 
 
+def test_writes_that_wait_for_a_connection_are_refused() -> None:
+    check_environment(NixlOptions(), {"UCX_TCP_CONN_NB": "n"}, ())
+    config = {"plugin_params": {"engine_config": "TCP_CONN_NB=y"}}
+    for options, settings in (({}, {"UCX_TCP_CONN_NB": "y"}), (config, {})):
+        with pytest.raises(ConfigError, match="UCX_TCP_CONN_NB"):
+            check_environment(parse_options(options), settings, ())
+
+
 # Blob
 
 BLOB = AgentBlob(
