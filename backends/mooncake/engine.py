@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_pd.backends.library import sockets
 from sglang_pd.backends.library.options import PATH
 from sglang_pd.backends.mooncake import cuda as mooncake_cuda
 from sglang_pd.backends.mooncake import ports
-from sglang_pd.backends.mooncake import sockets as mooncake_sockets
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
 from sglang_pd.backends.shortage import no_descriptor
@@ -94,7 +94,7 @@ class Engine:
                 if not clash:
                     return
                 self.stop(5.0)
-                taken += mooncake_sockets.reserve_all(clash)
+                taken += sockets.reserve_all(clash)
             raise BackendUnavailable("the library goes on finding the same ports", where="mooncake")
         except BackendUnavailable as error:
             if not taken:
@@ -115,7 +115,7 @@ class Engine:
                 one.close()
 
     def _start(self) -> None:
-        before = {one.inode for one in mooncake_sockets.own_listeners()}
+        before = {one.inode for one in sockets.own_listeners()}
         raw = self._library.module.TransferEngine()
         options = self.options
         try:
@@ -134,7 +134,7 @@ class Engine:
         self._raw = raw
         self.rpc_port = int(raw.get_rpc_port())
         low, high = self._range()
-        new = [one for one in mooncake_sockets.own_listeners() if one.inode not in before]
+        new = [one for one in sockets.own_listeners() if one.inode not in before]
         self._listeners = [one for one in new if low <= one.port <= high or one.port == self.rpc_port]
         self.ports = frozenset(one.port for one in self._listeners)
         self._inodes = frozenset(one.inode for one in self._listeners)
@@ -238,7 +238,7 @@ class Engine:
         Raises `OSError` where this process has no descriptor to look with; the engine may have ended, or run on.
         """
         if self._raw is not None:
-            mooncake_sockets.quicken_accept(self.rpc_port)
+            sockets.quicken_accept(self.rpc_port)
             time.sleep(0.02)
             self._raw = None
         ends = time.monotonic() + within_s
@@ -252,4 +252,4 @@ class Engine:
         """Whether no socket of the engine is left in this process, accepted connections included."""
         if self._raw is not None:
             return False
-        return not any(one.inode in self._inodes or one.port in self.ports for one in mooncake_sockets.own_sockets())
+        return not any(one.inode in self._inodes or one.port in self.ports for one in sockets.own_sockets())

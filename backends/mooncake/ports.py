@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 
-from sglang_pd.backends.mooncake.sockets import reserve_all
+from sglang_pd.backends.library.sockets import reserve_all
 
 _lock = threading.Lock()
 _former: set[int] = set()

@@ -13,6 +13,8 @@ One thread of ours drives the library's agent (`nixl.engine`); the owner of the 
   whose every piece that was handed over ended well, needs no such proof.
   Nor does one to a peer that both sides reach by CMA alone, once the library has closed the connection: what this
   process copies with its own system calls waits nowhere.
+- To make a peer known is to connect to it, in the calling thread, for minutes where nothing answers there. So its
+  addresses, which its blob states, are tried before (`nixl.reach`).
 - Deregistering revokes nothing (bytes still land, and over TCP a target that also freed the memory dies). So segments
   stay registered until `close`, and `revoke` closes this side's whole agent and builds another one.
 
@@ -71,8 +73,9 @@ from sglang_pd.backends.nixl.options import (
     settings_digest,
     ucx_settings,
 )
-from sglang_pd.backends.nixl.pieces import pieces, single_piece
+from sglang_pd.backends.nixl.pieces import Bounds, bounds, cut, pieces, single_piece
 from sglang_pd.backends.nixl.probe import Probe, Transports
+from sglang_pd.backends.nixl.reach import ANSWER_S, check_answers
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
@@ -109,8 +112,9 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> NixlBackend:
 class NixlPeer(Peer):
     """One incarnation of a remote `nixl` backend."""
 
-    def __init__(self, link: Link, transport: str, home: int) -> None:
+    def __init__(self, link: Link, transport: str, home: int, most: Bounds) -> None:
         self.home = home  # epoch of the backend whose peer it is
+        self.most = most
         self.epoch = link.blob.epoch
         self.segment_bytes = tuple(entry.nbytes for entry in link.blob.segments)
         self.transport = transport
@@ -222,18 +226,19 @@ class NixlBackend(Backend):
         Raises `BackendUnavailable` while the agent is being rebuilt, or why it could not be yet.
         """
         self._check_open()
-        agent, metadata = self._engine.describe()
+        described = self._engine.describe()
         return ENVELOPE.seal(
             AgentBlob(
                 epoch=self._epoch,
-                agent=agent,
+                agent=described.name,
                 nixl_version=self._library.version,
                 plugin=self._options.plugin,
                 settings=self._digest,
                 process=self._engine.process,
                 host_paths=list(self._host.paths.get(("cpu", "cpu"), ())),
                 segments=[_entry(one) for one in self._scope.segments],
-                metadata=metadata,
+                listens=described.listens,
+                metadata=described.metadata,
             )
         )
 
@@ -254,7 +259,9 @@ class NixlBackend(Backend):
             raise BackendError("a backend does not connect to itself", where=f"peer {body.agent}")
 
         def reach() -> tuple[Link, str]:
+            self._check_answers(body)
             transport = self._transport_to(body)
+            self._check_answers(body)  # that may have taken half a minute
             direct = self._writes_itself(body)
             return self._engine.call(lambda: self._engine.connect(body, direct=direct)), transport
 
@@ -263,9 +270,15 @@ class NixlBackend(Backend):
                 with contextlib.suppress(PdError):  # it is being closed
                     self._engine.order(lambda: self._engine.disconnect(found[0]))
 
-        return ThreadedConnecting(reach, lambda found: NixlPeer(*found, self._epoch), leave, self._engine.tell).start(
-            "sglang-pd-nixl-connect"
-        )
+        def finish(found: tuple[Link, str]) -> NixlPeer:
+            return NixlPeer(*found, self._epoch, bounds(self._options, direct=found[0].direct))
+
+        return ThreadedConnecting(reach, finish, leave, self._engine.tell).start("sglang-pd-nixl-connect")
+
+    def _check_answers(self, body: AgentBlob) -> None:
+        """Refuse (`peer_lost`) a peer at whose addresses nobody answers. Where RDMA is possible UCX may need none."""
+        if self._options.plugin == "UCX" and not may_use_rdma(self._options, self.settings, rdma_devices()):
+            check_answers(body.listens, body.agent, ANSWER_S)
 
     def _decode(self, blob: bytes, epoch: int) -> AgentBlob:
         return decode_blob(blob, epoch=epoch, nixl_version=self._library.version, plugin=self._options.plugin)
@@ -345,13 +358,15 @@ class NixlBackend(Backend):
         """The checked batch. Raises `BackendError` (`segment_invalid`)."""
         own, there, name = self._scope.side, peer.side, peer.link.name
         host_only = own.host_only and there.host_only
+        most = peer.most
         piece = single_piece(batch, own, there)
-        if piece is not None and (nbytes := batch.total_bytes) <= self._options.max_bytes_per_post:
-            return Work(LibraryTransfer("nixl", name, nbytes, deadline_s), iter((piece,)), host_only)
+        if piece is not None:
+            transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)
+            return Work(transfer, cut(piece, most.nbytes), host_only)
         check_batch(batch, own.nbytes, there.nbytes, peer=name)
         transfer = LibraryTransfer("nixl", name, batch.total_bytes, deadline_s)
         rows = Rows.of(batch, own.base, there.base)
-        return Work(transfer, pieces(rows, own, there, self._options), host_only)
+        return Work(transfer, pieces(rows, own, there, most), host_only)
 
     def fence(self, peer: Peer) -> bool:
         """True when every transfer to the peer is DONE or FAILED."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import msgspec
 
 from sglang_pd.backends.library.blob import (
@@ -14,6 +16,7 @@ from sglang_pd.backends.library.blob import (
     series,
 )
 from sglang_pd.backends.library.process import ProcessIdentity
+from sglang_pd.backends.nixl.reach import MAX_LISTENS, Listens
 
 MAGIC = b"PD-NIXL\n"
 MAX_SEGMENTS = 16_384
@@ -23,6 +26,7 @@ class AgentBlob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The body. `agent` is the library's name for this incarnation, `metadata` the library's own opaque bytes.
 
     host_paths: the transports that its UCX uses for writes of host memory between two processes of its host.
+    listens: TCP addresses at which its agent is connected to; empty where that is not known.
     """
 
     epoch: int
@@ -32,11 +36,12 @@ class AgentBlob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     settings: int
     process: ProcessIdentity
     host_paths: list[str]
+    listens: list[tuple[str, int]]
     segments: list[SegmentEntry]
     metadata: bytes
 
 
-ENVELOPE = Envelope(MAGIC, 3, AgentBlob)
+ENVELOPE = Envelope(MAGIC, 4, AgentBlob)
 
 
 def agent_name(epoch: int, build: int) -> str:
@@ -54,9 +59,19 @@ def decode_blob(data: bytes, *, epoch: int, nixl_version: str, plugin: str) -> A
     if not blob.agent.startswith(f"sglang-pd-{blob.epoch:016x}-") or len(blob.agent) > 64:
         raise malformed("the agent's name does not carry its epoch", expected=f"{blob.epoch:016x}", actual=blob.agent)
     check_entries(blob.segments, MAX_SEGMENTS)
+    if len(blob.listens) > MAX_LISTENS or not all(map(_is_address, blob.listens)):
+        raise malformed("the agent listens on impossible addresses", actual=str(blob.listens)[:200])
     if series(blob.nixl_version) != series(nixl_version):
         raise differs("the peer runs another nixl", "nixl version", series(nixl_version), blob.nixl_version)
     if blob.plugin != plugin:
         raise differs("the peer uses another plugin", "plugin", plugin, blob.plugin)
     check_epoch(blob.epoch, epoch)
     return blob
+
+
+def _is_address(where: Listens) -> bool:
+    try:
+        ipaddress.ip_address(where[0])
+    except ValueError:
+        return False
+    return 0 < where[1] < 1 << 16 and "%" not in where[0]

@@ -23,7 +23,7 @@ from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.process import ProcessIdentity, own_identity
 from sglang_pd.backends.nixl.blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl.calls import CALL_S, Bell, Call, nothing
-from sglang_pd.backends.nixl.library import Agent, Handle, Library, log
+from sglang_pd.backends.nixl.library import Agent, Described, Handle, Library, log
 from sglang_pd.backends.nixl.link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl.memory import use_device
 from sglang_pd.backends.nixl.options import NixlOptions
@@ -61,8 +61,8 @@ class Engine:
         self._sleeping = self._stopping = self._over = False
         self._driving = threading.Lock()
         self._agent: Agent | None = None
-        self._described: tuple[str, bytes] | None = None
-        """Name and metadata of the agent, with the segments that it has; None without one."""
+        self._described: Described | None = None
+        """Of the agent, with the segments that it has; None without one."""
         self.rebuilds = self._defects = 0
         self._segments: list[SegmentEntry] = []
         self._links: dict[str, Link] = {}
@@ -158,8 +158,8 @@ class Engine:
             self._rebuilding, self._late_at = True, now + REBUILD_LATE_S
             self.order(self._rebuild)
 
-    def describe(self) -> tuple[str, bytes]:
-        """Name and metadata of the agent. From now on peers may exist. Waits for nothing.
+    def describe(self) -> Described:
+        """What peers need to know of the agent. From now on they may exist. Waits for nothing.
 
         Raises `BackendUnavailable` while the agent is being rebuilt, or why it could not be yet; asking tries again.
         """
@@ -331,7 +331,7 @@ class Engine:
     def start(self) -> None:
         """Build the agent. Raises `BackendUnavailable`."""
         self._agent = Agent(self._library, agent_name(self._epoch, 0), self._options)
-        self._described = (self._agent.name, self._agent.metadata())
+        self._described = Described.of(self._agent)
 
     def agent(self) -> Agent:
         """The agent. Raises `BackendUnavailable`, or why it could not be rebuilt yet."""
@@ -353,7 +353,7 @@ class Engine:
         agent = self.agent()
         agent.register(segments)
         self._segments += segments
-        self._described = (agent.name, agent.metadata())
+        self._described = Described.of(agent)
 
     def probe(self, segment: SegmentEntry) -> None:
         """Really register a segment, and take it back."""
@@ -426,7 +426,7 @@ class Engine:
             agent = Agent(self._library, agent_name(self._epoch, self.rebuilds + 1), self._options)
             try:
                 agent.register(self._segments)
-                self._described = (agent.name, agent.metadata())
+                self._described = Described.of(agent)
             except Exception:
                 agent.destroy(())  # nobody was told of it
                 raise

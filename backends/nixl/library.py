@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.nixl.descriptors import AGENT_DESCRIPTORS, check_free
 from sglang_pd.backends.nixl.options import NixlOptions, ucx_settings
+from sglang_pd.backends.nixl.reach import Listens, listening, stated
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, TransferError
 
 log = logging.getLogger("sglang_pd.backends.nixl")
@@ -162,6 +163,7 @@ class Agent:
         self._plugin = options.plugin
         self._stuck: list[Handle] = []
         check_free(AGENT_DESCRIPTORS, f"creating the agent {name}")
+        before = listening()
         config = library.api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
         self._agent = _call("creating the agent", "", library.api.nixl_agent, name, config)
         self._inner = weakref.ref(self._agent.agent)
@@ -177,6 +179,8 @@ class Agent:
         if failure is not None:
             self._agent = None
             raise _unavailable(options, library, failure)
+        # What else this process began to listen on meanwhile does no harm: one address that answers is enough.
+        self.listens = stated(before, listening())
 
     def register(self, segments: Sequence[SegmentEntry]) -> list[Any]:
         """Register the segments; returns what `deregister` takes. Raises `BackendError` (`memory_refused`)."""
@@ -283,6 +287,19 @@ class Agent:
     def destroyed(self) -> bool:
         """Whether the library has destroyed it. From any thread."""
         return self._inner() is None
+
+
+class Described(NamedTuple):
+    """What peers need to know of an agent: its name, the library's metadata, and where it listens."""
+
+    name: str
+    metadata: bytes
+    listens: list[Listens]
+
+    @classmethod
+    def of(cls, agent: Agent) -> Described:
+        """The agent as it is now."""
+        return cls(agent.name, agent.metadata(), agent.listens)
 
 
 def _advance(call: Callable[[Any], str], handle: Handle, doing: str, name: str) -> None:

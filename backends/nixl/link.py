@@ -16,6 +16,8 @@ from sglang_pd.protocol.errors import PdError, TransferError
 
 PIECES_IN_FLIGHT = 4
 """Pieces posted to one peer and not finished. A few keep an asynchronous transport busy; more only delay others."""
+DIRECT_POSTS = 4
+"""Posts in one turn to a peer whose pieces are small (`pieces.DIRECT_BYTES`): a turn moves as much as to any other."""
 HINT_S = 0.025
 """Seconds between two hints to a peer that bytes are on their way to it."""
 HINT = b"PD-NIXL hint"
@@ -34,7 +36,7 @@ class Link(LibraryLink[Piece, Handle]):
         super().__init__(Ends("nixl", blob.agent, Watch(blob.process), PIECES_IN_FLIGHT, news), set())
         self.name = blob.agent
         self.blob = blob
-        self._direct = direct
+        self.direct = direct
         self.lost: PdError | None = None
         self.users = 0
         self.added = self.reached = False
@@ -64,9 +66,13 @@ class Link(LibraryLink[Piece, Handle]):
     # One turn
 
     def step(self, agent: Agent | None, now: float) -> bool:
-        """Post at most one piece, ask for all that are in flight. True if anything moved."""
+        """Post a piece (`DIRECT_POSTS` small ones), ask for all that are in flight. True if anything moved."""
         self._agent = agent
-        moved = bool(self._queue) and self.post_one()
+        moved = False
+        for _ in range(DIRECT_POSTS if self.direct else 1):
+            if not (self._queue and self.post_one()):
+                break
+            moved = True
         if self._flying and agent is not None:
             moved |= self.check()
             if self.lost is None and now - self._hinted > HINT_S and self._in_flight and self.urgent():
@@ -87,6 +93,9 @@ class Link(LibraryLink[Piece, Handle]):
                 log.warning("%s", error)
 
     def _refusal(self) -> PdError | None:
+        if self.lost is None and self.watch.gone():
+            # Over CMA the library writes to a process number, which another process may have from now on.
+            self.died()
         if self.lost is None and self._agent is None:
             return TransferError("the library's agent is gone", code="transfer_failed", where=self.name, backend="nixl")
         return self.lost
@@ -154,7 +163,7 @@ class Link(LibraryLink[Piece, Handle]):
 
     def closed(self) -> None:
         """See `LibraryLink`. Where it takes a read of the source to write, nothing more can land then."""
-        for transfer in self._broken if self._direct else ():
+        for transfer in self._broken if self.direct else ():
             if transfer.settle(TransferState.FAILED):
                 self._news()
             self.open.discard(transfer)

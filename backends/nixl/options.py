@@ -27,6 +27,7 @@ UCX_PARAMS = (
 )
 """Parameters that the UCX plugin reads (some of them it does not advertise)."""
 
+_OFF = ("n", "no", "0", "off")
 _RDMA = ("ib", "rc", "ud", "dc", "gga", "srd", "mm_rdma")
 # Settings that change how much UCX prints, not where bytes go.
 _QUIET = ("UCX_LOG_LEVEL", "UCX_LOG_FILE", "UCX_PROTO_INFO", "UCX_HANDLE_ERRORS")
@@ -175,7 +176,15 @@ def check_environment(options: NixlOptions, settings: Mapping[str, str], devices
                 actual=tls,
                 hint="Change it before the process starts; this library does not change the environment.",
             )
-    if settings.get("UCX_PROTO_ENABLE", "y").lower() in ("n", "no", "0", "off"):
+    waiting = _in_force(options, settings, "TCP_CONN_NB")
+    if waiting.lower() not in ("", *_OFF):
+        raise ConfigError(
+            "writes would wait for a connection that nobody took yet, and land in a target that gave the memory back",
+            where="UCX_TCP_CONN_NB in the environment",
+            expected="unset or n",
+            actual=waiting,
+        )
+    if settings.get("UCX_PROTO_ENABLE", "y").lower() in _OFF:
         raise ConfigError(
             "UCX's older protocols do not report the transport in use",
             where="UCX_PROTO_ENABLE in the environment",
@@ -185,13 +194,18 @@ def check_environment(options: NixlOptions, settings: Mapping[str, str], devices
 
 
 def _tls(options: NixlOptions, settings: Mapping[str, str]) -> str:
-    """The transport list in force: the plugin's `engine_config` wins over the environment."""
-    tls = settings.get("UCX_TLS", "")
+    """The transport list in force."""
+    return _in_force(options, settings, "TLS")
+
+
+def _in_force(options: NixlOptions, settings: Mapping[str, str], wanted: str) -> str:
+    """The value of a setting of UCX: the plugin's `engine_config` wins over the environment."""
+    found = settings.get(f"UCX_{wanted}", "")
     for setting in options.plugin_params.get("engine_config", "").replace(";", ",").split(","):
         name, _, value = setting.partition("=")
-        if name.strip() in ("TLS", "UCX_TLS"):
-            tls = value.strip()
-    return tls
+        if name.strip().removeprefix("UCX_") == wanted:
+            found = value.strip()
+    return found
 
 
 def _transports(tls: str) -> tuple[set[str], bool]:

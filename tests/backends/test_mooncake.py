@@ -58,7 +58,7 @@ def create(**options):
 
 
 def test_ports_on_all_interfaces_are_refused_unless_allowed_and_then_closed() -> None:
-    listening = "from sglang_pd.backends.mooncake.sockets import own_listeners\nprint(len(own_listeners()))\n"
+    listening = "from sglang_pd.backends.library.sockets import own_listeners\nprint(len(own_listeners()))\n"
     said = run(CREATE + "create()\n" + listening, environment({})).splitlines()
     assert said[0].startswith("insecure_refused") and "0.0.0.0:" in said[0] and "insecure_data_plane" in said[0]
     assert said[1] == "0"

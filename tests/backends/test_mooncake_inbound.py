@@ -10,13 +10,13 @@ import pytest
 
 from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.segments import Scope
+from sglang_pd.backends.library.sockets import reserve
 from sglang_pd.backends.mooncake import inbound as mooncake_inbound
 from sglang_pd.backends.mooncake.engine import Engine
 from sglang_pd.backends.mooncake.inbound import Inbound
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
 from sglang_pd.backends.mooncake.ports import former
-from sglang_pd.backends.mooncake.sockets import reserve
 from sglang_pd.protocol.errors import BackendUnavailable
 
 LIBRARY = Library(module=None, version="0.3.13", flags={}, has_tickets=False, has_arrays=False)

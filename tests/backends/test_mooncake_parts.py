@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_pd.backends.library import sockets
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.process import own_identity
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.mooncake import blob as mooncake_blob
 from sglang_pd.backends.mooncake import library as mooncake_library
-from sglang_pd.backends.mooncake import sockets as mooncake_sockets
 from sglang_pd.backends.mooncake.backend import create, environment
 from sglang_pd.backends.mooncake.blob import Blob
 from sglang_pd.backends.mooncake.chunk import ChunkState, merge, submit
@@ -365,7 +365,7 @@ def test_own_listeners_tells_where_a_socket_is_bound() -> None:
         silent.bind(("127.0.0.1", 0))
         narrow.listen()
         wide.listen()
-        found = {one.port: one for one in mooncake_sockets.own_listeners()}
+        found = {one.port: one for one in sockets.own_listeners()}
         assert found[narrow.getsockname()[1]].address == "127.0.0.1"
         assert not found[narrow.getsockname()[1]].on_all_interfaces
         assert found[wide.getsockname()[1]].on_all_interfaces
@@ -376,8 +376,8 @@ def test_a_reserved_port_can_be_listened_on_by_nobody() -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         port = other.getsockname()[1]
-        assert mooncake_sockets.reserve(port) is None
-    held = mooncake_sockets.reserve(port)
+        assert sockets.reserve(port) is None
+    held = sockets.reserve(port)
     assert held is not None
     with held, socket.socket() as late, pytest.raises(OSError):
         late.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,6 +34,7 @@ class FakeAgent:
         if self.short:
             raise BackendUnavailable("too few descriptors are free for the library's agent", actual="5 free")
         self.name, self.segments, self.destroyed = name, list[Any](), False
+        self.listens = [("127.0.0.1", 1)]
 
     def register(self, segments: list[Any]) -> None:
         self.segments += segments
@@ -87,11 +88,11 @@ def describes(engine: Engine) -> bool:
 
 
 def test_describe_says_what_was_registered_and_lets_peers_come(engine: Engine) -> None:
-    assert engine.describe() == (agent_name(7, 0), b"")
+    assert engine.describe() == (agent_name(7, 0), b"", [("127.0.0.1", 1)])
     assert comes_true(lambda: FakeAgent.heard > 0), "the thread looks for notes from now on"
     engine.call(lambda: engine.register([]))
     engine.call(lambda: engine.register([_cpu(), _cpu()]))
-    assert engine.describe() == (agent_name(7, 0), bytes(2))
+    assert engine.describe() == (agent_name(7, 0), bytes(2), [("127.0.0.1", 1)])
 
 
 def _cpu() -> Any:
@@ -119,7 +120,7 @@ def test_describe_does_not_wait_while_the_library_hangs_in_a_rebuild(
     assert not ran.is_set(), "and nothing else that is asked for without an answer waits"
     FakeAgent.may_build.set()
     assert comes_true(lambda: engine.revoke(9)) and ran.wait(5.0)
-    assert engine.describe() == (agent_name(7, 1), b"")
+    assert engine.describe() == (agent_name(7, 1), b"", [("127.0.0.1", 1)])
 
 
 def test_describe_tells_why_and_has_the_rebuild_tried_again(engine: Engine) -> None:
@@ -142,7 +143,7 @@ def test_what_raises_unheard_is_a_defect_and_the_thread_goes_on(engine: Engine) 
 def test_a_peer_that_was_disconnected_is_connected_anew_at_once(engine: Engine) -> None:
     blob = AgentBlob(
         epoch=5, agent=agent_name(5, 0), nixl_version="1.5.1", plugin="UCX", settings=0, process=own_identity(),
-        host_paths=[], segments=[], metadata=b"",
+        host_paths=[], listens=[], segments=[], metadata=b"",
     )  # fmt: skip
     first = engine.call(lambda: engine.connect(blob))
     hold = threading.Event()

@@ -1,4 +1,4 @@
-"""The parts of the `nixl` backend that need no library: options, blob, pieces, proofs of death, UCX's tables."""
+"""The parts of the `nixl` backend that need no library: options, blob, pieces, proofs of death."""
 
 from __future__ import annotations
 
@@ -33,8 +33,17 @@ from sglang_pd.backends.library.transfer import LibraryTransfer
 from sglang_pd.backends.nixl.backend import NixlBackend
 from sglang_pd.backends.nixl.blob import ENVELOPE, MAGIC, AgentBlob, agent_name, decode_blob
 from sglang_pd.backends.nixl.options import NixlOptions, check_environment, may_use_rdma, parse_options
-from sglang_pd.backends.nixl.pieces import pieces, single_piece
-from sglang_pd.backends.nixl.probe import Transports, read_tables
+from sglang_pd.backends.nixl.pieces import (
+    DIRECT_BYTES,
+    DIRECT_DESCRIPTORS,
+    Bounds,
+    Piece,
+    bounds,
+    cut,
+    pieces,
+    single_piece,
+)
+from sglang_pd.backends.nixl.probe import Transports
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import RegionTable, WriteBatch
 from sglang_pd.protocol.errors import BackendError, ConfigError, TransferError
@@ -126,6 +135,14 @@ def test_older_protocols_are_refused() -> None:
         check_environment(NixlOptions(), {"UCX_PROTO_ENABLE": "n"}, ())
 
 
+def test_writes_that_wait_for_a_connection_are_refused() -> None:
+    check_environment(NixlOptions(), {"UCX_TCP_CONN_NB": "n"}, ())
+    config = {"plugin_params": {"engine_config": "TCP_CONN_NB=y"}}
+    for options, settings in (({}, {"UCX_TCP_CONN_NB": "y"}), (config, {})):
+        with pytest.raises(ConfigError, match="UCX_TCP_CONN_NB"):
+            check_environment(parse_options(options), settings, ())
+
+
 # Blob
 
 BLOB = AgentBlob(
@@ -136,6 +153,7 @@ BLOB = AgentBlob(
     settings=5,
     process=ProcessIdentity("boot", 1, 2, 3),
     host_paths=["cma"],
+    listens=[("127.0.0.1", 4711), ("fe80::1", 1)],
     segments=[SegmentEntry(4096, 8192, "cpu"), SegmentEntry(1 << 40, 1 << 33, "cuda:3")],
     metadata=b"opaque",
 )
@@ -178,6 +196,9 @@ def test_noise_is_refused(noise: bytes) -> None:
         ({"segments": [SegmentEntry((1 << 64) - 10, 10, "cpu")]}, "message_malformed"),
         ({"segments": [SegmentEntry(1, 1, "cuda")]}, "message_malformed"),
         ({"segments": [SegmentEntry(1, 1, "cpu")] * 20_000}, "message_malformed"),
+        ({"listens": [("localhost", 1)]}, "message_malformed"),
+        ({"listens": [("127.0.0.1", 0)]}, "message_malformed"),
+        ({"listens": [("127.0.0.1", 1)] * 65}, "message_malformed"),
     ],
 )
 def test_an_impossible_blob_is_refused(change: dict[str, object], code: str) -> None:
@@ -261,6 +282,8 @@ def test_without_a_descriptor_nobody_states_who_he_is() -> None:
 
 # Pieces
 
+WIDE = Bounds(4096, 64 << 20)
+
 
 def sides(count: int = 3, nbytes: int = 1 << 20) -> tuple[Side, Side]:
     own = [Segment(address=(i + 1) * nbytes, nbytes=nbytes, device="cpu") for i in range(count)]
@@ -303,9 +326,8 @@ def test_pieces_move_the_same_bytes(batch: WriteBatch, most: int, most_bytes: in
     if int(batch.length.sum()) > 20_000:
         batch = replace(batch, length=np.minimum(batch.length, np.uint64(200)))
     whole = addressed(batch, own, peer)
-    options = NixlOptions(max_descriptors_per_post=most, max_bytes_per_post=most_bytes)
     moved = []
-    for piece in pieces(whole, own, peer, options):
+    for piece in pieces(whole, own, peer, Bounds(most, most_bytes)):
         local, remote = (np.asarray(rows) for rows in piece.rows)
         assert 0 < len(local) <= most and (local[:, 1] == remote[:, 1]).all()
         assert int(local[:, 1].sum()) <= most_bytes
@@ -338,7 +360,7 @@ def test_devices_go_apart_and_keep_their_numbers() -> None:
     src, dst = np.array([0, 1, 1, 0], np.uint32), np.array([0, 0, 1, 1], np.uint32)
     offset, length = np.array([0, 0, 512, 512], np.uint64), np.full(4, 256, np.uint64)
     batch = WriteBatch(table(2, 4096), table(2, 4096), src, offset, dst, offset, length)
-    found = {piece.kinds: piece for piece in pieces(addressed(batch, own, peer), own, peer, NixlOptions())}
+    found = {piece.kinds: piece for piece in pieces(addressed(batch, own, peer), own, peer, WIDE)}
     assert set(found) == {("cpu", "cuda"), ("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")}
     assert [np.asarray(rows)[:, 2].tolist() for rows in found["cuda", "cuda"].rows] == [[2], [1]]
     assert found["cuda", "cuda"].source_device == "cuda:2"
@@ -369,9 +391,21 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
         return
     assert piece is not None
     whole = addressed(replace(batch), own, peer)
-    (expected,) = pieces(whole, own, peer, NixlOptions())
-    assert [np.asarray(rows).tolist() for rows in piece.rows] == [np.asarray(rows).tolist() for rows in expected.rows]
-    assert (piece.kinds, piece.source_device) == (expected.kinds, expected.source_device)
+    for most in (WIDE, Bounds(1, data.draw(st.integers(1000, 5000)))):
+        expected = list(pieces(whole, own, peer, most))
+        found = list(cut(piece, most.nbytes))
+        assert [as_lists(one) for one in found] == [as_lists(one) for one in expected]
+
+
+def as_lists(piece: Piece) -> tuple[Any, ...]:
+    return (*(np.asarray(rows).tolist() for rows in piece.rows), piece.kinds, piece.source_device)
+
+
+def test_pieces_copied_to_a_process_number_are_small_whatever_the_options_say() -> None:
+    assert bounds(NixlOptions(), direct=False) == Bounds(4096, 64 << 20)
+    assert bounds(NixlOptions(), direct=True) == Bounds(DIRECT_DESCRIPTORS, DIRECT_BYTES)
+    small = NixlOptions(max_descriptors_per_post=7, max_bytes_per_post=4096)
+    assert bounds(small, direct=True) == Bounds(7, 4096)
 
 
 # Who needs no proof but its own
@@ -386,7 +420,10 @@ def test_one_descriptor_is_judged_as_the_arrays_are(data: st.DataObject) -> None
         ({"host_paths": ["tcp"]}, {}, ("tcp",), False),
         ({}, {}, ("cma", "tcp"), False),
         ({"settings": 6}, {}, ("cma",), False),
+        ({"host_paths": ["knem"]}, {}, ("knem",), False),
         ({"process": ProcessIdentity("another host", 1, 2, 3)}, {}, ("cma",), False),
+        ({"process": ProcessIdentity(own_identity().boot_id, 1, 2, 3)}, {}, ("cma",), False),
+        ({"process": ProcessIdentity("", 0, 2, -1)}, {}, ("cma",), False),
         ({"segments": [SegmentEntry(4096, 8192, "cuda:0")]}, {}, ("cma",), False),
         ({}, {"num_threads": 2}, ("cma",), False),
         ({}, {"progress_thread": True}, ("cma",), False),
@@ -396,13 +433,25 @@ def test_a_writer_copies_itself_only_where_both_sides_have_nothing_but_cma(
     changed: dict[str, Any], options: dict[str, Any], own: tuple[str, ...], direct: bool
 ) -> None:
     backend: Any = object.__new__(NixlBackend)
-    backend._host = Transports({("cpu", "cpu"): own} if own else {})
+    others = dict.fromkeys((("cpu", "cuda"), ("cuda", "cpu")), ("cma",))
+    backend._host = Transports(others | ({("cpu", "cpu"): own} if own else {}))
     backend._digest, backend._device, backend._options = 5, False, NixlOptions(**options)
     here = {"process": own_identity(), "segments": [SegmentEntry(4096, 8192, "cpu")]}
     blob = msgspec.structs.replace(BLOB, **(here | changed))
     assert backend._writes_itself(blob) is direct
     backend._device = True
     assert not backend._writes_itself(blob)
+
+
+@pytest.mark.parametrize(
+    ("own", "possible"), [(None, True), (("cma",), True), (("cma", "tcp"), True), (("knem",), True), (("tcp",), False)]
+)
+def test_a_writer_of_this_host_may_copy_itself_unless_ucx_says_that_all_is_tcp(
+    own: tuple[str, ...] | None, possible: bool
+) -> None:
+    backend: Any = object.__new__(NixlBackend)
+    backend._host = Transports({("cpu", "cpu"): own} if own else {})
+    assert backend._cma_possible() is possible
 
 
 # State
@@ -439,48 +488,3 @@ def test_unmapped_and_read_only_memory_is_refused() -> None:
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ) == 0
         with pytest.raises(BackendError, match="memory_refused"):
             check_mapped("nixl", Segment(address=address, nbytes=4096, device="cpu"))
-
-
-# UCX's tables, as printed by UCX 1.23
-
-TABLES = """
-[1795990493.103318] [vm:5547 :0]   | A self cfg#0                                             |
-[1795990493.103318] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
-[1795990493.103318] [vm:5547 :0]   | 0..inf | zero-copy   | self/memory                       |
-[1795990493.187187] [vm:5547 :0]   | A intra-node cfg#1                                       |
-[1795990493.187187] [vm:5547 :0]   | remote memory write by ucp_put* from host memory to host |
-[1795990493.187187] [vm:5547 :0]   +--------+-------------+-----------------------------------+
-[1795990493.187187] [vm:5547 :0]   | Range  | Description |              Config               |
-[1795990493.187187] [vm:5547 :0]   | 0..inf | zero-copy   | {config} |
-[1795990493.187931] [vm:5547 :0]   | A intra-node cfg#1                              |
-[1795990493.187931] [vm:5547 :0]   | active message by ucp_am_send* from host memory |
-[1795990493.187931] [vm:5547 :0]   | 16516..inf | multi-frag copy-in | tcp/lo        |
-"""
-
-
-@pytest.mark.parametrize(
-    ("config", "used"),
-    [
-        ("cma/memory", ("cma",)),
-        ("52% on tcp/lo and 48% on tcp/eth0", ("tcp",)),
-        ("50% on rc_mlx5/mlx5_0:1 and 50% on tcp/eth0", ("rc_mlx5", "tcp")),
-    ],
-)
-def test_transport_is_read_from_the_tables_of_writes_alone(config: str, used: tuple[str, ...]) -> None:
-    found = read_tables(TABLES.replace("{config}", config))
-    assert found.paths == {("cpu", "cpu"): used}
-    assert found.verified_without_tcp("cpu", "cpu") is ("tcp" not in used)
-    assert not found.verified_without_tcp("cuda", "cuda") and found.name("cuda", "cuda") == "unknown"
-
-
-def test_device_memory_is_another_path() -> None:
-    text = TABLES.replace("{config}", "cma/memory") + TABLES.replace("{config}", "cuda_ipc/cuda").replace(
-        "from host memory to host", "from cuda/GPU0 to cuda/GPU1"
-    )
-    found = read_tables(text)
-    assert found.name("cuda", "cuda") == "cuda_ipc" and found.name("cpu", "cpu") == "cma"
-
-
-def test_silence_is_no_answer() -> None:
-    found = read_tables("UCX  ERROR   no such device")
-    assert not found.paths and "no such device" in found.failure
