@@ -10,19 +10,16 @@ holds the interpreter's lock (about a second, unless the accept loop's wait was 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_pd.backends.library import sockets
+from sglang_pd.backends.library import ports, sockets
 from sglang_pd.backends.library.options import PATH
 from sglang_pd.backends.mooncake import cuda as mooncake_cuda
-from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake.library import Library
 from sglang_pd.backends.mooncake.options import MooncakeOptions
-from sglang_pd.backends.shortage import no_descriptor
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, ConfigError
 
 LISTENERS = {"tcp": 2, "rdma": 1, "nvlink_intra": 1}
@@ -31,7 +28,6 @@ LISTENERS = {"tcp": 2, "rdma": 1, "nvlink_intra": 1}
 DEFAULT_PORTS = (15_000, 17_000)
 
 _START = threading.Lock()
-_STARTS = 256
 
 _REGISTER_CODES: dict[int | str, str] = {
     -1: "invalid argument",
@@ -57,7 +53,7 @@ class Engine:
         self._inodes: frozenset[int] = frozenset()
         self._library = library
         self._raw: Any = None
-        self._start_elsewhere(shunned | ports.former())
+        ports.start_elsewhere(self._start_once, lambda _: self.ports, lambda _: self.stop(5.0), shunned)
         try:
             self._check_listeners()
         except Exception:
@@ -83,36 +79,10 @@ class Engine:
         """`host:rpc_port`, by which peers name this engine."""
         return f"{self.options.host}:{self.rpc_port}"
 
-    def _start_elsewhere(self, shunned: frozenset[int]) -> None:
-        """The library takes any port of its range that is free: those it shall not have are taken as it finds them."""
-        taken: list[socket.socket] = []
-        try:
-            for _ in range(_STARTS):
-                with _START:
-                    self._start()
-                clash = self.ports & shunned
-                if not clash:
-                    return
-                self.stop(5.0)
-                taken += sockets.reserve_all(clash)
-            raise BackendUnavailable("the library goes on finding the same ports", where="mooncake")
-        except BackendUnavailable as error:
-            if not taken:
-                raise
-            low, high = self._range()
-            lost = len(shunned & frozenset(range(low, high + 1)))
-            raise BackendUnavailable(
-                "the library finds no port that peers of an earlier engine do not still know",
-                where=f"{PATH}.ports",
-                expected="ports that no engine of this process had, nor any of a worker that ended within the hour",
-                actual=f"{low} to {high}, of which {lost} are not free for this",
-                hint="Give it a wider range: each start of a worker that peers write to takes two",
-            ) from error
-        except OSError as error:
-            raise no_descriptor(error, "mooncake, a port that is not to be used") from error
-        finally:
-            for one in taken:
-                one.close()
+    def _start_once(self) -> Engine:
+        with _START:
+            self._start()
+        return self
 
     def _start(self) -> None:
         before = {one.inode for one in sockets.own_listeners()}

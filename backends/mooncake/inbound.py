@@ -2,7 +2,7 @@
 
 Once it is closed and joined, no thread of this process stores bytes that a peer sent, whatever waits in sockets, and
 those sockets are gone. Its successor must listen on other ports: a stopped writer that wakes up still holds the old
-ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, see `mooncake.ports`;
+ones, with descriptors queued for them, and the memory is the same. So old ports stay reserved, see `library.ports`;
 and those of workers that have ended are not taken either, see `library.lives`.
 """
 
@@ -13,9 +13,10 @@ import logging
 import threading
 from collections.abc import Callable
 
+from sglang_pd.backends.library import ports
 from sglang_pd.backends.library.lives import lives
+from sglang_pd.backends.library.ports import Exposure
 from sglang_pd.backends.library.segments import Scope
-from sglang_pd.backends.mooncake import ports
 from sglang_pd.backends.mooncake.blob import identity_bytes
 from sglang_pd.backends.mooncake.engine import Engine
 from sglang_pd.backends.mooncake.library import Library
@@ -41,8 +42,7 @@ class Inbound:
         self._scope = scope
         self._lock = threading.Lock()
         self._page = IdentityPage(options.transport)
-        self._exposed = False
-        """Somebody was admitted: peers may know this side's ports."""
+        self._exposure = Exposure()
         self._revoked: set[int] = set()
         self._asked: set[int] = set()
         self._replacing: set[int] = set()
@@ -89,13 +89,12 @@ class Inbound:
             engine.register([self._page.address], [self._page.nbytes])
             segments = self._scope.segments
             engine.register([one.address for one in segments], [one.nbytes for one in segments])
-            with self._lock:
-                if self._exposed:
-                    lives.keep_ports(engine.ports)
-                self._engine, self._failed = engine, None
+            self._exposure.listens(engine.ports)
         except Exception:
             engine.stop(CLOSE_WITHIN_S)
             raise
+        with self._lock:
+            self._engine, self._failed = engine, None
 
     def revoke(self, epoch: int, news: Callable[[], None]) -> bool:
         """True once an engine that `epoch` may have written through is closed and joined, and its successor there.
@@ -117,10 +116,8 @@ class Inbound:
 
         Raises `BackendUnavailable` where the ports cannot be kept from those who come after this process.
         """
+        self._exposure.admit()
         with self._lock:
-            if self._engine is not None:
-                lives.keep_ports(self._engine.ports)
-            self._exposed = True
             for known in (self._revoked, self._asked, self._replacing):
                 known.discard(epoch)
 
@@ -180,10 +177,10 @@ class Inbound:
             engine, self._engine = self._engine or self._closing, None
             self._closing = engine
             self._failed = BackendError("the backend is closed", where="mooncake")
-        if engine is not None and self._exposed:
+        if engine is not None and self._exposure.exposed:
             ports.retire(engine.ports)
         closed = engine is None or engine.stop(CLOSE_WITHIN_S)
-        if engine is not None and self._exposed:
+        if engine is not None and self._exposure.exposed:
             with contextlib.suppress(OSError):  # no descriptor: other libraries may listen there, engines do not
                 ports.hold(engine.ports)
         if closed:

@@ -55,6 +55,7 @@ from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.connect import ThreadedConnecting
 from sglang_pd.backends.library.link import Work
+from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.process import ProcessIdentity, elsewhere, same_host, same_pid_namespace
 from sglang_pd.backends.library.rows import Rows
 from sglang_pd.backends.library.segments import Scope, refused
@@ -78,7 +79,7 @@ from sglang_pd.backends.nixl.probe import Probe, Transports
 from sglang_pd.backends.nixl.reach import ANSWER_S, check_answers
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import WriteBatch
-from sglang_pd.protocol.errors import BackendError, PdError
+from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError
 
 IDLE_CPU = 0.02
 REVOKE_WITHIN_S = 5.0
@@ -152,6 +153,14 @@ class NixlBackend(Backend):
         self._host = _found[self._key(())]
         if self._host.failure and options.plugin == "UCX":
             log.warning("the transport in use could not be found out: %s", self._host.failure)
+        if self._cma_possible() and lives.had_this_pid():
+            self._engine.stop()
+            raise BackendUnavailable(
+                "this process was given the id of a worker that has ended, into which peers may still copy by that id",
+                where="nixl over CMA",
+                actual=f"process {os.getpid()}",
+                hint="Start it again: it gets another one",
+            )
         log.info(
             "nixl %s (%s) over %s; settings in force: %s", library.version, library.package, self.transport(), settings
         )
@@ -387,7 +396,10 @@ class NixlBackend(Backend):
     def admit(self, epoch: int, blob: bytes) -> None:
         """See `Backend`. The blob names the process that must have exited before `revoke` is True (CMA)."""
         self._home.check()
-        self._engine.admit(epoch, self._decode(blob, epoch).process)
+        process = self._decode(blob, epoch).process
+        if self._cma_possible():
+            lives.keep_pid()
+        self._engine.admit(epoch, process)
 
     def _cma_possible(self) -> bool:
         """Whether a process of this host could write here without going through our agent."""

@@ -11,6 +11,7 @@ the last sign of life and then every 5 ms; without peers it sleeps until called.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,11 +20,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sglang_pd.backends.home import Home, give_back
+from sglang_pd.backends.library import ports
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.process import ProcessIdentity, own_identity
 from sglang_pd.backends.nixl.blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl.calls import CALL_S, Bell, Call, nothing
-from sglang_pd.backends.nixl.library import Agent, Described, Handle, Library, log
+from sglang_pd.backends.nixl.library import Agent, Described, Handle, Library, build, log
 from sglang_pd.backends.nixl.link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl.memory import use_device
 from sglang_pd.backends.nixl.options import NixlOptions
@@ -76,6 +78,7 @@ class Engine:
         """Why the last attempt to rebuild the agent failed; None after one that did not."""
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers = Writers()
+        self._exposure = ports.Exposure()
         self._revoked: dict[int, Revocation] = {}
         try:
             self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
@@ -180,7 +183,8 @@ class Engine:
 
     def admit(self, epoch: int, process: ProcessIdentity) -> None:
         """That epoch, of that process, may write through the agent of now: what was shown, or is being shown, does not
-        cover it."""
+        cover it. Raises `BackendUnavailable` where its ports cannot be kept for who comes later."""
+        self._exposure.admit()
         self.writers.add(epoch, process)
         self.keep(epoch)
 
@@ -330,7 +334,8 @@ class Engine:
 
     def start(self) -> None:
         """Build the agent. Raises `BackendUnavailable`."""
-        self._agent = Agent(self._library, agent_name(self._epoch, 0), self._options)
+        self._agent = build(self._library, agent_name(self._epoch, 0), self._options)
+        self._exposure.listens(self._agent.ports)
         self._described = Described.of(self._agent)
 
     def agent(self) -> Agent:
@@ -423,9 +428,10 @@ class Engine:
             for one in asked:
                 one.closed = True
         if self._agent is None:
-            agent = Agent(self._library, agent_name(self._epoch, self.rebuilds + 1), self._options)
+            agent = build(self._library, agent_name(self._epoch, self.rebuilds + 1), self._options)
             try:
                 agent.register(self._segments)
+                self._exposure.listens(agent.ports)
                 self._described = Described.of(agent)
             except Exception:
                 agent.destroy(())  # nobody was told of it
@@ -454,6 +460,8 @@ class Engine:
         if agent is not None:
             self._closing.append(agent)
             self._agent = self._described = None
+            if self._exposure.exposed:
+                ports.retire(agent.ports)
             agent.destroy(handles)
         for one in self._closing:
             one.destroy(())
@@ -461,6 +469,9 @@ class Engine:
         if self._closing:
             log.error("nixl's agent was not destroyed; nothing is proven")
             return
+        if agent is not None and self._exposure.exposed:
+            with contextlib.suppress(OSError):  # no descriptor: other libraries may listen there, agents do not
+                ports.hold(agent.ports)
         for link in self._ghosts:
             link.closed()
 

@@ -29,6 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.lives import lives
+from sglang_pd.backends.library.ports import start_elsewhere
 from sglang_pd.backends.nixl.descriptors import AGENT_DESCRIPTORS, check_free
 from sglang_pd.backends.nixl.options import NixlOptions, ucx_settings
 from sglang_pd.backends.nixl.reach import Listens, listening, stated
@@ -179,8 +181,11 @@ class Agent:
         if failure is not None:
             self._agent = None
             raise _unavailable(options, library, failure)
-        # What else this process began to listen on meanwhile does no harm: one address that answers is enough.
-        self.listens = stated(before, listening())
+        # What else this process began to listen on meanwhile does no harm: one address that answers is enough, and a
+        # port more is only kept longer.
+        after = listening()
+        self.listens = stated(before, after)
+        self.ports = frozenset(port for inode, (_, port) in after.items() if inode not in before)
 
     def register(self, segments: Sequence[SegmentEntry]) -> list[Any]:
         """Register the segments; returns what `deregister` takes. Raises `BackendError` (`memory_refused`)."""
@@ -287,6 +292,16 @@ class Agent:
     def destroyed(self) -> bool:
         """Whether the library has destroyed it. From any thread."""
         return self._inner() is None
+
+
+def build(library: Library, name: str, options: NixlOptions) -> Agent:
+    """An agent that listens on no port at which peers of a former one may still write. Raises `BackendUnavailable`."""
+    return start_elsewhere(
+        lambda: Agent(library, name, options),
+        lambda agent: agent.ports,
+        lambda agent: agent.destroy(()),
+        lives.former_ports(),
+    )
 
 
 class Described(NamedTuple):

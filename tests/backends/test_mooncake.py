@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.free_ports import free_range
 
 from sglang_pd.backends.mooncake import blob as mooncake_blob
 from sglang_pd.backends.mooncake.backend import environment
@@ -205,23 +205,6 @@ def test_a_dead_peer_of_another_host_leaves_no_fence(lab: Lab) -> None:
     assert "unknown" in states and "pending" not in states
     assert link.wait(link.post(one_item(link, 64), 5.0)["transfer"], 10.0)["state"] == "failed"
     assert not link.fence(1.0)["proven"]
-
-
-def free_range(count: int) -> int:
-    """The first of `count` free ports in a row."""
-    for low in range(30_000, 60_000, count):
-        held = []
-        try:
-            for port in range(low, low + count):
-                held.append(socket.socket())
-                held[-1].bind(("0.0.0.0", port))
-            return low
-        except OSError:
-            continue
-        finally:
-            for one in held:
-                one.close()
-    raise AssertionError("no free ports")
 
 
 @pytest.mark.slow

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.free_ports import free_range
 
+from sglang_pd.backends.library.lives import STATE_DIR
+from sglang_pd.backends.library.sockets import reserve
+from sglang_pd.backends.nixl.blob import ENVELOPE
 from sglang_pd.testing import BackendSpec
 from sglang_pd.testing.case import Case
 from sglang_pd.testing.cases_bytes import exact, one_item
@@ -227,3 +235,54 @@ def test_a_stopped_peer_does_not_hold_up_another(tcp: Lab) -> None:
     other.move(one_item(other, 4096))
     assert time.monotonic() - began < 20
     link.target.resume()
+
+
+# What peers know of agents, and of processes, that are no more
+
+
+def test_who_knows_only_a_revoked_agent_reaches_nobody() -> None:
+    """In a narrow range the next agent got its port, and a writer that connected by it wrote 4 MiB that were DONE."""
+    low = free_range(8)
+    taken = [one for one in map(reserve, range(low + 4, low + 8)) if one is not None]
+    env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_TCP_PORT_RANGE": f"{low}-{low + 7}"}
+    for narrow, wide in zip(own_lab(BackendSpec(name="nixl", env=env)), own_lab(TCP), strict=True):
+        target, writer = narrow.spawn((MIB,)), wide.spawn((MIB,))
+        known = []
+        for _ in range(3):
+            narrow.admit(writer, target)
+            known.append(target.call("describe"))
+            assert revoke(target, writer.epoch, 10.0)
+        ports = [port for blob in known for _, port in ENVELOPE.open(blob).listens]
+        assert len(ports) == len(set(ports)) == 3 and all(low <= port < low + 4 for port in ports)
+        for blob in known:
+            with pytest.raises(RemoteRefusal) as caught:
+                writer.call("connect", blob=blob, epoch=target.epoch)
+            assert caught.value.info.code == "peer_lost"
+    for one in taken:
+        one.close()
+
+
+TAKEN = """
+import os, msgspec, sys
+from pathlib import Path
+from sglang_pd.backends.library.lives import STATE_DIR, Life
+from sglang_pd.backends.library.process import pid_namespace
+from sglang_pd.backends.registry import create_backend
+from sglang_pd.protocol.errors import PdError
+life = Life(pids=((pid_namespace(), os.getpid()),))
+Path(os.environ[STATE_DIR], "before.life").write_bytes(msgspec.json.encode(life))
+try:
+    create_backend("nixl", epoch=1, options={}).close()
+except PdError as error:
+    print(error.code, error.message)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("transport", ["cma", "tcp"])
+def test_a_process_with_the_id_of_one_that_ended_is_refused_where_that_counts(tmp_path: Path, transport: str) -> None:
+    env = {**os.environ, STATE_DIR: str(tmp_path), "UCX_TLS": f"{transport},tcp,self"}
+    tmp_path.chmod(0o700)
+    done = subprocess.run([sys.executable, "-c", TAKEN], env=env, capture_output=True, timeout=60, check=True)
+    assert (b"backend_unavailable this process was given the id" in done.stdout) is (transport == "cma"), done

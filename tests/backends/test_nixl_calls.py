@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.process import own_identity
+from sglang_pd.backends.library.sockets import reserve
 from sglang_pd.backends.nixl import engine as nixl_engine
+from sglang_pd.backends.nixl import library as nixl_library
 from sglang_pd.backends.nixl.blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl.descriptors import check_free
 from sglang_pd.backends.nixl.engine import Engine
@@ -28,13 +31,16 @@ class FakeAgent:
     may_build = threading.Event()
     short = False
     heard = 0
+    finds: list[int] = []
+    """The ports at which the next ones will listen, one each."""
 
     def __init__(self, library: object, name: str, options: NixlOptions) -> None:
         self.may_build.wait(30.0)
         if self.short:
             raise BackendUnavailable("too few descriptors are free for the library's agent", actual="5 free")
         self.name, self.segments, self.destroyed = name, list[Any](), False
-        self.listens = [("127.0.0.1", 1)]
+        self.ports = frozenset({self.finds.pop(0)} if self.finds else ())
+        self.listens = [("127.0.0.1", port) for port in self.ports] or [("127.0.0.1", 1)]
 
     def register(self, segments: list[Any]) -> None:
         self.segments += segments
@@ -58,7 +64,7 @@ class FakeAgent:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(nixl_engine, "Agent", FakeAgent)
+    monkeypatch.setattr(nixl_library, "Agent", FakeAgent)
     monkeypatch.setattr(nixl_engine, "DRAIN_S", 0.01)
     monkeypatch.setattr(nixl_engine, "REBUILD_PAUSE_S", 0.05)
     FakeAgent.may_build.set()
@@ -209,3 +215,39 @@ def test_an_agent_is_rebuilt_once_there_are_descriptors_again() -> None:
     environment = os.environ | {"UCX_TLS": "tcp,self"}
     ran = subprocess.run([sys.executable, "-c", SHORT], env=environment, capture_output=True, text=True, timeout=50.0)
     assert ran.stdout.endswith("sound\n"), ran.stderr[-2000:]
+
+
+# ports that peers know
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
+    """What is kept for who comes later; 31,001 is known from before."""
+    found: list[frozenset[int]] = []
+    monkeypatch.setattr(lives, "keep_ports", found.append)
+    monkeypatch.setattr(lives, "former_ports", lambda: frozenset({31_001}))
+    return found
+
+
+def test_an_agent_goes_where_no_former_one_was(engine: Engine, kept: list[frozenset[int]]) -> None:
+    """A writer with the description of before reached the next agent at the same port, and wrote."""
+    engine._exposure.listens(frozenset())
+    FakeAgent.finds = [31_001, 31_002]
+    assert not engine.revoke(9) and comes_true(lambda: engine.revoke(9))
+    assert engine.describe().listens == [("127.0.0.1", 31_002)] and kept == []
+    engine.admit(11, own_identity())
+    assert kept == [{31_002}], "peers will know it"
+    FakeAgent.finds = [31_002, 31_003]
+    assert not engine.revoke(11) and comes_true(lambda: engine.revoke(11))
+    assert engine.describe().listens == [("127.0.0.1", 31_003)] and kept == [{31_002}, {31_003}]
+    assert reserve(31_002) is None, "nobody else of this host has it either"
+
+
+def test_nobody_is_admitted_whose_port_cannot_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(ports: frozenset[int]) -> None:
+        raise BackendUnavailable("no space")
+
+    monkeypatch.setattr(lives, "keep_ports", full)
+    with pytest.raises(BackendUnavailable, match="no space"):
+        engine.admit(11, own_identity())
+    assert not engine.writers.live(11, lambda process: True)

@@ -23,6 +23,7 @@ from sglang_pd.backends.mooncake.options import MooncakeOptions
 from sglang_pd.backends.mooncake.transfer import MooncakePeer, Outbound
 from sglang_pd.backends.mori import link as mori_link
 from sglang_pd.backends.nixl import engine as nixl_engine
+from sglang_pd.backends.nixl import library as nixl_library
 from sglang_pd.backends.nixl.engine import Engine
 from sglang_pd.backends.nixl.options import NixlOptions
 from sglang_pd.protocol.errors import PdError
@@ -154,7 +155,8 @@ class FakeAgent:
 
     def __init__(self, library: object, name: str, options: NixlOptions) -> None:
         self.happens("build")
-        self.name = name
+        self.name, self.ports = name, frozenset[int]()
+        self.listens: list[Any] = []
         self.given_up = False
 
     def happens(self, what: str) -> None:
@@ -187,7 +189,7 @@ class FakeAgent:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(nixl_engine, "Agent", FakeAgent)
+    monkeypatch.setattr(nixl_library, "Agent", FakeAgent)
     monkeypatch.setattr(nixl_engine, "DRAIN_S", 0.01)
     monkeypatch.setattr(nixl_engine, "REBUILD_PAUSE_S", 0.1)
     FakeAgent.plan, FakeAgent.kept = {}, 0
