@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from sglang_pd.protocol.codec import Received, decode, encode
 from sglang_pd.protocol.errors import CODES, ErrorInfo, PdError, RemoteProtocolError
-from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.messages import (
     MAX_LOST,
     Heartbeat,
@@ -39,6 +38,7 @@ from sglang_pd.worker.peers.conversation import (
     hello,
     offer,
 )
+from sglang_pd.worker.peers.heard import Heard
 from sglang_pd.worker.peers.judge import Case, Judge, Judged
 from sglang_pd.worker.peers.link import Called, Link, Party
 from sglang_pd.worker.peers.names import FORGET_CALL_S, Names
@@ -48,28 +48,6 @@ from sglang_pd.worker.peers.speakers import Speakers
 
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
-
-
-class Heard(Protocol):
-    """What the control learns from conversations."""
-
-    def agreed(self, talk: Conversation) -> None:
-        """Both sides accept: ranks can meet, rooms can open."""
-
-    def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
-        """That incarnation is gone, agreed or not."""
-
-    def refused(self, talk: Conversation) -> None:
-        """The verdict is a refusal; `talk.error` says why."""
-
-    def fenced(self, own_epoch: int) -> bool:
-        """True when nothing of rooms in which this side went by that epoch is written any more."""
-
-    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
-        """The instance of that manifest, which lives, says so of what it wrote as that lost peer."""
-
-    def room_message(self, talk: Conversation, message: Message) -> None:
-        """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""
 
 
 class Peering:
@@ -298,6 +276,8 @@ class Peering:
             return
         for epoch in set(message.fenced) & set(talk.left):
             self._heard.fenced_by_peer(epoch, judged.manifest)
+        if message.settled:  # see `RankAgent._idle`, which is what it rests on
+            self._heard.taken_over(judged.manifest, message.control)
         if self._seeking.against(judged.manifest):
             self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
             talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -63,25 +63,13 @@ from sglang_pd.worker.ranks.orders import (
 )
 from sglang_pd.worker.rooms.claims import Claims
 from sglang_pd.worker.rooms.facts import RoomFacts
+from sglang_pd.worker.rooms.known import Known
 from sglang_pd.worker.rooms.outside import Outside
 from sglang_pd.worker.rooms.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
 
 MAX_EARLY_FAULTS: Final = 4_096
 """Faults kept of rooms whose request has not come yet; one that is not kept ends by its lease."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """A room of this side. It is kept until it has ended and its memory is releasable, whichever comes first.
-
-    absent: see `RoomEvent`.
-    """
-
-    facts: RoomFacts
-    absent: tuple[str, ...] = ()
-    ended: bool = False
-    released: bool = False
 
 
 def _writer(rank: RankId) -> Writer:
@@ -103,7 +91,7 @@ class RoomDesk:
         self.prefill = PrefillRooms(epoch, limits=limits)
         self.decode = DecodeRooms(epoch, limits=limits)
         self.counts: Counter[str] = Counter()
-        self._known: dict[tuple[Role, int], _Known] = {}
+        self._known: dict[tuple[Role, int], Known] = {}
         self._claims = Claims()
         self._handles: dict[int, tuple[Role, int]] = {}
         """Rooms by their handles."""
@@ -126,7 +114,7 @@ class RoomDesk:
         except PdError as error:
             self._refuse(facts, error)
             return
-        self._known[Role.PREFILL, facts.room] = _Known(facts)
+        self._known[Role.PREFILL, facts.room] = Known(facts)
         self._handles[facts.handle] = Role.PREFILL, facts.room
         early = self._early_faults.pop(facts.handle, None)
         self.watch.requested(facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens)
@@ -161,7 +149,7 @@ class RoomDesk:
             self._claims.give_back(facts.handle)
             self._refuse(facts, error)
             return
-        self._known[Role.DECODE, facts.room] = _Known(facts, pairing.absent)
+        self._known[Role.DECODE, facts.room] = Known(facts, pairing.absent)
         self._handles[facts.handle] = Role.DECODE, facts.room
         try:
             self._carry(Role.DECODE, effects)
@@ -270,6 +258,16 @@ class RoomDesk:
                 self._prove(peer_epoch, rank)
             self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))
 
+    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
+        """Decode: that control has these ranks, and nothing lands any more that they wrote for another one. For others
+        that wrote as the same lost peer it cannot speak: their proof is sought on.
+        """
+        for epoch in self.seeking.taken_over(manifest, control):
+            self._outside.order(self._seek_order(epoch))
+
+    def _seek_order(self, peer_epoch: int) -> Seek:
+        return Seek(peer_epoch=peer_epoch, fenced=tuple(self.seeking.fenced(peer_epoch)))
+
     def _fault(self, report: RoomFault) -> None:
         if report.generation:
             for role in (Role.PREFILL, Role.DECODE):
@@ -306,7 +304,7 @@ class RoomDesk:
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)
         for epoch in self.seeking.open_at(rank):
-            self._outside.order(Seek(peer_epoch=epoch), rank)
+            self._outside.order(self._seek_order(epoch), rank)
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
