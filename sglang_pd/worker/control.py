@@ -211,8 +211,8 @@ class InstanceControl:
 
     @property
     def drained(self) -> bool:
-        """True when draining and no room is left, fences included."""
-        left = len(self._pending) or (self.desk is not None and self.desk.open_rooms)
+        """True when draining and no room is left, fences included, also those that peers wait for."""
+        left = len(self._pending) or (self.desk is not None and not self.desk.settled)
         return self.draining_until_s is not None and not left
 
     def _stopped(self) -> bool:

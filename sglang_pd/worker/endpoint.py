@@ -199,7 +199,9 @@ class Endpoint:
 
     @property
     def drained(self) -> bool:
-        """True when draining and every room is settled, fences included."""
+        """True when draining and every room is settled, fences included: no peer waits for this one's proof. A write of
+        which nothing is ever heard keeps it False; the process's end is the proof then.
+        """
         return self.control.drained
 
     @property

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.held_writes import HeldWrites
 from support.local_pair import IDS, LocalPair
 from support.two_ranks import SECOND, TwoRanks, until
 
-from sglang_pd.backends.base import Backend, Transfer, TransferState
+from sglang_pd.backends.base import TransferState
 from sglang_pd.protocol.errors import BackendUnavailable
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.peers.link import Caller
@@ -23,18 +24,6 @@ from sglang_pd.worker.ranks.connections import RankConnections
 from sglang_pd.worker.ranks.destination import DestinationSide, _Writers
 from sglang_pd.worker.ranks.orders import Begin, Joined, Pair, Rejoin, Revoked, Seek, decode_order
 from sglang_pd.worker.ranks.settled import leave, settled
-
-
-class Held(Transfer):
-    """A write that stays in one state until it is let go."""
-
-    error = None
-
-    def __init__(self, state: TransferState, nbytes: int) -> None:
-        self.state, self.nbytes = state, nbytes
-
-    def poll(self) -> TransferState:
-        return self.state
 
 
 @pytest.fixture
@@ -74,23 +63,15 @@ def test_decode_has_its_memory_back_and_the_ranks_serve_on(two: TwoRanks) -> Non
 def test_not_while_something_of_a_rank_may_land(
     two: TwoRanks, state: TransferState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle, held = two.begin(1), list[Held]()
-
-    def write(peer: Any, batch: Any, **how: Any) -> Held:
-        held.append(Held(state, batch.total_bytes))
-        return held[-1]
-
-    backend: Backend = two.rank.agent.backend
+    handle = two.begin(1)
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "write", write)
-        patch.setattr(backend, "fence", lambda peer: False)
+        writes = HeldWrites(two.rank.agent.backend, patch, state)
         two.rank.send(handle, 0, 16, last=False)
-        until(lambda: held)
+        until(lambda: writes.held)
         two.replace_control(wait=False)
         time.sleep(3.0)  # it is lost, and some handshakes
         assert not two.at.ready and "releasable" not in two.pair.decode.of(1)
-        for one in held:
-            one.state = TransferState.DONE
+        writes.end()
         assert two.pair.decode.released(1, timeout_s=20)[-1] == "releasable"
 
 

@@ -98,6 +98,8 @@ class RoomDesk:
         self._early_faults: dict[int, ErrorInfo] = {}
         self._owed_handles: dict[int, int] = {}
         """By generation, of rooms that are over and owe a proof."""
+        self._dead: frozenset[Writer] = frozenset()
+        """Own ranks whose process has ended."""
         self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
@@ -290,6 +292,7 @@ class RoomDesk:
     def rank_dead(self, rank: RankId, now_s: float) -> None:
         """That rank's process is proven dead: its source memory is gone with it."""
         self._now_s = now_s
+        self._dead |= {_writer(rank)}
         gone = RankFenced(writer=_writer(rank), fenced=False, source_free=True, reason="the rank's process is gone")
         self._unfenced(gone)
 
@@ -480,6 +483,11 @@ class RoomDesk:
     def open_rooms(self) -> int:
         """Rooms that have not settled: running, or waiting for a fence."""
         return len(self.prefill.rooms) + len(self.decode.rooms)
+
+    @property
+    def settled(self) -> bool:
+        """No room is open, nor does a peer wait for a proof of one that is over."""
+        return not self.open_rooms and not self.prefill.awaited(self._dead)
 
     def next_timer_s(self) -> float | None:
         """When `tick` is due."""
