@@ -342,7 +342,7 @@ class InstanceControl:
         if self.desk is not None and self.peering is not None:
             self.peering.leave(self.desk.prefill.through_with)
 
-    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
+    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest | None) -> None:
         """See `heard.Heard`."""
         if self.desk is not None:
             self.desk.fenced_by_peer(epoch, manifest, self._clock())

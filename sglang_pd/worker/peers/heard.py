@@ -25,8 +25,10 @@ class Heard(Protocol):
     def fenced(self, own_epoch: int) -> bool:
         """True when nothing of rooms in which this side went by that epoch is written any more."""
 
-    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
-        """The instance of that manifest, which lives, says so of what it wrote as that lost peer."""
+    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest | None) -> None:
+        """The instance of that manifest, which lives, says so of what it wrote as that lost peer; None: it stops, and
+        states none.
+        """
 
     def taken_over(self, manifest: InstanceManifest, control: int) -> None:
         """That control has the ranks of that manifest, and nothing that they wrote for another one lands any more."""

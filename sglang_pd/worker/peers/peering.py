@@ -46,6 +46,8 @@ from sglang_pd.worker.peers.refusals import Refusals
 from sglang_pd.worker.peers.seeking import Issued, Seeking
 from sglang_pd.worker.peers.speakers import Speakers
 
+FENCED: Final = "fenced"
+"""Where a refusal's details have `HelloReply.fenced`: 16 hexadecimal digits each, spaces between."""
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
 
@@ -170,12 +172,11 @@ class Peering:
             raise RemoteProtocolError(
                 "a decode is not called", code="feature_unsupported", where="Hello", expected="the address of a prefill"
             )
-        if self.draining:
-            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
         check_rules(message)
         if talk is not None and talk.stage is Stage.AGREED and talk.epoch != epoch:
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
             talk = None
+        self._refuse_draining(message)
         if talk is not None and talk.stage in (Stage.GREETED, Stage.AGREED):
             talk.heard_s = now_s
             if (talk.epoch, talk.manifest_digest, talk.own_digest) == (epoch, message.manifest_digest, self.own.digest):
@@ -204,8 +205,7 @@ class Peering:
     def _answer(self, party: Party, message: Hello, judged: Judged) -> None:
         """A Hello was judged."""
         case, talk = judged.case, self._callers.get(party)
-        if self.draining:
-            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
+        self._refuse_draining(message)
         if case.own_digest != self.own.digest:  # this side has restated itself meanwhile
             self._ask(party, self._case(case.epoch, 0, message, source=True), lambda j: self._answer(party, message, j))
             return
@@ -221,6 +221,15 @@ class Peering:
         self._make_room(len(case.stated))
         self._callers[party] = talk
         self._say(talk, offer(self.own, talk, self._fenced(message)))
+
+    def _refuse_draining(self, message: Hello) -> None:
+        """One that stops, or has failed, meets nobody, but says all the same what it is through with: its process may
+        last, and nobody else can say it.
+        """
+        if self.draining:
+            fenced = " ".join(f"{epoch:016x}" for epoch in self._fenced(message))
+            said = {FENCED: fenced} if fenced else {}
+            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello", **said)
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
         """What decode lost and this side is through with: it went by that epoch, and does no more; no room is left. Of
@@ -346,6 +355,9 @@ class Peering:
             self._merged(talk, self._names.speaking_as(message.error.details.get("conversation", "")))
         elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
             talk.error = message.error
+            said = message.error.details.get(FENCED, "").split() if message.error.code == "draining" else []
+            for epoch in [epoch for epoch in talk.left if f"{epoch:016x}" in said]:
+                self._heard.fenced_by_peer(epoch, None)
             if message.error.code not in ("draining", "internal"):
                 talk.stage = Stage.REFUSED
                 talk.next_send_s = now_s + RETRY_REFUSED_S

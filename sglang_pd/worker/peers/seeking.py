@@ -68,11 +68,12 @@ class Seeking:
         """Peers that gave the proof themselves, of which the rank has not answered."""
         return [epoch for epoch, ranks in self._settling.items() if rank in ranks]
 
-    def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
+    def wrote(self, peer_epoch: int, manifest: InstanceManifest | None) -> bool:
         """Whether an instance may speak for that peer, and has not yet: it has just the ranks that wrote, or, made anew
-        in the same process, none of them.
+        in the same process, none of them. None: it does not say which it has; those that wrote, then.
         """
-        writers, ranks = self._writers.get(peer_epoch, frozenset()), _epochs(manifest)
+        writers = self._writers.get(peer_epoch, frozenset())
+        ranks = _epochs(manifest) if manifest is not None else writers
         return peer_epoch not in self._settling and bool(writers) and (writers == ranks or not writers & ranks)
 
     def prove(self, peer_epoch: int, rank: RankId) -> list[int]:

@@ -251,8 +251,10 @@ class RoomDesk:
         for room in self.seeking.prove(peer_epoch, rank):
             self._local(Role.DECODE, room, Proven(str(rank)))
 
-    def fenced_by_peer(self, peer_epoch: int, manifest: InstanceManifest, now_s: float) -> None:
-        """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer."""
+    def fenced_by_peer(self, peer_epoch: int, manifest: InstanceManifest | None, now_s: float) -> None:
+        """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer. None: the
+        control that spoke as it says so of all its ranks.
+        """
         self._now_s = now_s
         if self.seeking.wrote(peer_epoch, manifest):
             self.seeking.settle(peer_epoch, self._ranks)
