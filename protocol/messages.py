@@ -129,8 +129,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
     peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. fenced: those of `Hello.lost` under
     which nothing is written any more, said by the control that spoke under them, or by a later one of its process.
-    control: random, of the control that answers; another one over the same ranks has replaced it. Other fields as in
-    `Hello`.
+    control: random, of the control that answers; another one over the same ranks has replaced it. settled: nothing can
+    land any more that one of its ranks wrote for another control than this one. Other fields as in `Hello`.
     """
 
     instance: Name
@@ -145,6 +145,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     software: Value = ""
     fenced: Epochs = ()
     control: U64 = 0
+    settled: bool = False
 
     def __post_init__(self) -> None:
         if self.liveness_ms < 2 * self.heartbeat_ms:

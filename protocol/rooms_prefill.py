@@ -300,6 +300,11 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         """Generation and id of rooms that are over and lack that writer's proof."""
         return [(generation, owed.room) for generation, owed in self._owed.items() if writer in owed.writers]
 
+    def awaited(self, dead: frozenset[Writer]) -> bool:
+        """Whether a peer that is there lacks a proof that may yet come: a writer that is dead gives none."""
+        owed = list(self._owed.values())
+        return any(one.peer.lost is None and not one.writers & dead for one in owed)
+
     def late_fence(self, room: int, generation: int, writer: Writer) -> list[Effect]:
         """A writer's fence is proven after its source had been freed without it, and the room was over. With the last
         one the peer is told; where it is lost, the next handshake can say so.

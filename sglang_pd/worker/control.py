@@ -40,7 +40,7 @@ from sglang_pd.worker.ranks.orders import (
 from sglang_pd.worker.ranks.roster import Ranks, not_paired
 from sglang_pd.worker.rooms.desk import RoomDesk
 from sglang_pd.worker.rooms.facts import RoomFacts
-from sglang_pd.worker.rooms.pending import MAX_PENDING, PendingOpen
+from sglang_pd.worker.rooms.pending import PendingOpen, PendingOpens
 from sglang_pd.worker.settings import MAX_DURATION_S, ControlConfig
 from sglang_pd.worker.watch import Watch
 
@@ -74,7 +74,7 @@ class InstanceControl:
         """Whether peers may call here. A decode calls, and tells its memory to nobody else."""
         self.peering: Peering | None = None
         self.desk: RoomDesk | None = None
-        self._pending: list[PendingOpen] = []
+        self._pending = PendingOpens()
         self._calls_before_ready: list[tuple[str, bytes | None]] = []
         self.failed: ErrorInfo | None = None
         self.draining_until_s: float | None = None
@@ -114,7 +114,8 @@ class InstanceControl:
             max_tokens=config.max_tokens,
             ranks=self.ranks.manifests,
         )
-        return Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
+        heartbeat_ms, liveness_ms = int(config.heartbeat_s * 1000), int(config.liveness_s * 1000)
+        return Self(manifest, self.epoch, heartbeat_ms, liveness_ms, self.ranks.settled)
 
     def _all_joined(self) -> None:
         try:
@@ -187,16 +188,15 @@ class InstanceControl:
     def open(self, facts: RoomFacts, address: str, declined: ErrorInfo | None = None) -> None:
         """Decode: open a room at the instance behind `address`; waits for the handshake. declined: only tell it why
         the room will never be opened."""
-        if (self._stopped() and declined is None) or len(self._pending) >= MAX_PENDING:
+        if (self._stopped() and declined is None) or self._pending.full:
             self._refuse(facts, self._why_stopped())
             return
-        self._pending.append(PendingOpen(facts, address, self._clock() + self.config.peer_wait_s, declined))
+        self._pending.add(PendingOpen(facts, address, self._clock() + self.config.peer_wait_s, declined))
         self._try_pending()
 
     def abort(self, handle: int, error: ErrorInfo) -> None:
         """Give the room up that goes by that handle."""
-        for pending in [p for p in self._pending if p.facts.handle == handle and p.declined is None]:
-            self._pending.remove(pending)
+        for pending in self._pending.take(handle):
             self._refuse(pending.facts, RoomError(error.message, code=error.code), EventKind.ABORTED)
         if self.desk is not None:
             self.desk.abort(handle, error, self._clock())
@@ -211,8 +211,8 @@ class InstanceControl:
 
     @property
     def drained(self) -> bool:
-        """True when draining and no room is left, fences included."""
-        left = self._pending or (self.desk is not None and self.desk.open_rooms)
+        """True when draining and no room is left, fences included, also those that peers wait for."""
+        left = len(self._pending) or (self.desk is not None and not self.desk.settled)
         return self.draining_until_s is not None and not left
 
     def _stopped(self) -> bool:
@@ -243,16 +243,10 @@ class InstanceControl:
         self.ranks.order(Forget(room=facts.room, generation=0, handle=facts.handle))
 
     def _try_pending(self) -> None:
-        """Open what waited for a handshake that is through; refuse what waited for one that failed, or too long."""
-        pendings, self._pending = self._pending, []
-        for pending in pendings:
-            try:
-                if not self._try(pending, self._clock()):
-                    self._pending.append(pending)
-            except PdError as error:
-                self._refuse(pending.facts, error)
-            except Exception as error:  # a defect may cost this room its life, but none of those behind it its end
-                self._refuse(pending.facts, RoomError(f"{type(error).__name__}: {error}", code="internal"))
+        self._pending.try_all(
+            lambda pending: self._try(pending, self._clock()),
+            lambda pending, error: self._refuse(pending.facts, error),
+        )
 
     def _try(self, pending: PendingOpen, now_s: float) -> bool:
         """True when the room was opened; raises the `PdError` it is refused with; False: it waits."""
@@ -305,7 +299,7 @@ class InstanceControl:
     # --- Heard, for the peering --------------------------------------------------------------------------------------
 
     def agreed(self, talk: Conversation) -> None:
-        """See `peering.Heard`."""
+        """See `heard.Heard`."""
         if self.desk is None or self.peering is None or talk.manifest is None:
             return
         table = self.desk.prefill if talk.source else self.desk.decode
@@ -323,12 +317,12 @@ class InstanceControl:
         self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode), rank)
 
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
-        """See `peering.Heard`."""
+        """See `heard.Heard`."""
         self.watch.peer(talk.instance, talk.incarnation, PeerState.LOST, error.message)
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None:
-                self.desk.seeking.lost(epoch, talk.manifest)
+                self.desk.seeking.lost(epoch, talk.manifest, talk.control)
             if self.desk.seeking.open(epoch):
                 return  # a rank that lost the order to seek must not take this one for the end of it
         self.ranks.order(Unpair(peer_epoch=epoch))
@@ -340,7 +334,7 @@ class InstanceControl:
             self.ranks.keep_met(lambda epoch: talk_with(epoch) is not None or seeking.open(epoch))
 
     def fenced(self, own_epoch: int) -> bool:
-        """See `peering.Heard`."""
+        """See `heard.Heard`."""
         return self.desk is not None and self.desk.prefill.fenced(own_epoch)
 
     def leave(self) -> None:
@@ -348,19 +342,24 @@ class InstanceControl:
         if self.desk is not None and self.peering is not None:
             self.peering.leave(self.desk.prefill.through_with)
 
-    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
-        """See `peering.Heard`."""
+    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest | None) -> None:
+        """See `heard.Heard`."""
         if self.desk is not None:
             self.desk.fenced_by_peer(epoch, manifest, self._clock())
 
+    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
+        """See `heard.Heard`."""
+        if self.desk is not None:
+            self.desk.taken_over(manifest, control)
+
     def refused(self, talk: Conversation) -> None:
-        """See `peering.Heard`."""
+        """See `heard.Heard`."""
         self.watch.peer(talk.instance or talk.address, talk.incarnation, PeerState.REFUSED, str(talk.error or ""))
         self._tell_verdict(talk)
         self._try_pending()
 
     def room_message(self, talk: Conversation, message: Message) -> None:
-        """See `peering.Heard`."""
+        """See `heard.Heard`."""
         if self.desk is not None:
             self.desk.receive(talk.epoch, message, source=talk.source, now_s=self._clock())
 
@@ -395,7 +394,7 @@ class InstanceControl:
             self._on_report(rank, report)
 
     def _join_remote(self, party: Party, report: Joined) -> None:
-        if report.control_epoch not in (0, self.epoch):
+        if report.control_epoch != self.epoch:  # it has not asked whether this rank is through with another one
             self.connections.rejoin(party)
             return
         known = self.ranks.epoch_of(report.rank)
@@ -487,7 +486,7 @@ class InstanceControl:
         """When `turn` is due next, by this control's clock; None: nothing waits."""
         if self._reports:
             return self._clock()
-        times: list[float | None] = [pending.deadline_s for pending in self._pending]
+        times: list[float | None] = [*self._pending.deadlines_s]
         if self.peering is not None and self.desk is not None:
             times += [self.peering.next_timer_s(), self.desk.next_timer_s()]
         if self.draining_until_s is not None and self.draining_until_s > self._turned_s:

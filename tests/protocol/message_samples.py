@@ -93,6 +93,7 @@ SAMPLES: dict[str, Message] = {
         software="sglang-pd 0.1.0",
         fenced=(2**64 - 1,),
         control=2**63 + 5,
+        settled=True,
     ),
     "hello_confirm": HelloConfirm(
         manifest_digest=2**64 - 1, peer_manifest_digest=1, verdict=Verdict(accepted=True), plan_digest=77

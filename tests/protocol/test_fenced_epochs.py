@@ -88,3 +88,13 @@ def test_a_proof_that_comes_after_the_peer_was_lost_is_for_the_next_handshake() 
     assert not found.fenced(OWN)
     assert found.late_fence(1, 5, W1) == []
     assert found.fenced(OWN)
+
+
+def test_a_proof_is_awaited_while_its_peer_is_there_and_its_writer_lives() -> None:
+    found = freed_unproven()
+    assert found.awaited(frozenset()) and found.awaited(frozenset({W0})) and not found.awaited(frozenset({W1}))
+    found.lose_peer(22, GONE, NOW_S)
+    assert not found.awaited(frozenset())
+    proven = freed_unproven()
+    proven.late_fence(1, 5, W1)
+    assert not proven.awaited(frozenset())

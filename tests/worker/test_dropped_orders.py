@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.local_pair import CONFIG, IDS, KV, LocalPair
+from support.local_pair import LocalPair
+from support.two_ranks import SECOND, TwoRanks, until
 
-from sglang_pd import Network, PrefillEndpoint, RankEndpoint, RankSetup, create_backend, new_epoch
-from sglang_pd.memory.layout import Capacity, layout_rank
-from sglang_pd.memory.scope import Scope
-from sglang_pd.memory.spec import StateSpec
-from sglang_pd.protocol.manifest import RankId, Topology
 from sglang_pd.worker.control import RANKS
 from sglang_pd.worker.peers.link import Called, Caller, Link
 from sglang_pd.worker.ranks.connections import RankConnections
 from sglang_pd.worker.ranks.orders import Begin, Rejoin, Welcome, WroteRange, decode_order, decode_report, encode
 from sglang_pd.worker.ranks.remote_rank import RemoteRank
-
-TWO = Topology(tp=2)
-SECOND = RankId(0, 1)
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + 15
-    while not true():
-        assert time.monotonic() < deadline_s, "did not come true"
-        time.sleep(0.01)
 
 
 def test_a_link_says_whom_its_last_flush_did_not_send_everything() -> None:
@@ -84,56 +69,20 @@ class Strikes:
             self._flush(party, frames)
 
 
-class Instance:
-    """A prefill of two ranks, both in this process, towards the decode of a pair."""
-
-    def __init__(self, pair: LocalPair) -> None:
-        self.pair, self.closing, setups = pair, list[Any](), []
-        for rank in (RankId(0, 0), SECOND):
-            backend = create_backend("local", epoch=new_epoch())
-            layout = layout_rank(StateSpec((KV,), layers=2), Capacity(512, 16), TWO, rank)
-            segments = Scope(backend).allocate_layout(layout)
-            setups.append(RankSetup(backend=backend, components=layout.components, segments=segments, rank=rank))
-            self.closing.append(backend)
-        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=2.0, verify="off")
-        self.at = PrefillEndpoint(config, setups[0], Network(ranks_bind="tcp://127.0.0.1:0"))
-        self.rank = RankEndpoint(setups[1], self.at.ranks_address, heartbeat_s=0.1)
-        self.closing[:0] = [self.rank, self.at]
-        self.said: dict[int, list[str]] = {}
-        until(lambda: self.at.ready)
-
-    def start(self, room: int) -> None:
-        handle = self.at.request(room, IDS, self.pair.prefill.lists())
-        self.pair.decode.at.open(room, self.at.address, IDS, self.pair.decode.lists())
-        for rank in (self.at, self.rank):
-            rank.send(handle, 0, len(IDS), last=True)
-        self.at.finish(handle, len(IDS), b"record")
-
-    def ends(self, room: int) -> list[str]:
-        """How a room ended at decode, once both sides have its memory back."""
-        until(lambda: "releasable" in self.of(room))
-        return self.pair.decode.released(room)
-
-    def of(self, room: int) -> list[str]:
-        for event in self.at.poll():
-            self.said.setdefault(event.room, []).append(event.kind.value)
-        return self.said.get(room, [])
-
-
 @pytest.fixture
-def instance() -> Iterator[Instance]:
+def instance() -> Iterator[TwoRanks]:
     pair = LocalPair(verify="off")
-    one = Instance(pair)
+    one = TwoRanks(pair)
     yield one
-    for each in (*one.closing, pair):
-        each.close()
+    one.close()
+    pair.close()
 
 
 def ended_well(said: list[str]) -> bool:
     return said == ["admitted", "done", "releasable"]
 
 
-def test_a_dropped_order_fails_the_rooms_of_its_rank_and_no_later_one(instance: Instance) -> None:
+def test_a_dropped_order_fails_the_rooms_of_its_rank_and_no_later_one(instance: TwoRanks) -> None:
     strikes = Strikes(instance.at.link, lambda frame: frame_is(decode_order, frame, (Begin,)))
     instance.start(1)
     assert ended_well(instance.ends(1))
@@ -148,7 +97,7 @@ def test_a_dropped_order_fails_the_rooms_of_its_rank_and_no_later_one(instance: 
     until(lambda: not instance.rank.agent.source.rooms)
 
 
-def test_a_dropped_report_has_its_rank_join_again(instance: Instance) -> None:
+def test_a_dropped_report_has_its_rank_join_again(instance: TwoRanks) -> None:
     link = instance.rank._remote.link
     strikes = Strikes(link, lambda frame: frame_is(decode_report, frame, (WroteRange,)))
     instance.start(1)
@@ -191,7 +140,7 @@ def test_without_a_socket_for_another_connection_the_former_one_stays(monkeypatc
         rank.link.close()
 
 
-def test_orders_that_stop_while_reports_go_on_make_the_rank_connect_anew(instance: Instance) -> None:
+def test_orders_that_stop_while_reports_go_on_make_the_rank_connect_anew(instance: TwoRanks) -> None:
     """The connection stands and one direction of it is dead: the control hears its rank and sees nothing wrong."""
     remote = instance.rank._remote
     deaf, on_frame = remote._control, remote.on_frame
@@ -210,7 +159,7 @@ def test_orders_that_stop_while_reports_go_on_make_the_rank_connect_anew(instanc
     assert ended_well(instance.ends(3))
 
 
-def test_a_rank_that_its_control_has_nothing_to_tell_keeps_its_connection(instance: Instance) -> None:
+def test_a_rank_that_its_control_has_nothing_to_tell_keeps_its_connection(instance: TwoRanks) -> None:
     time.sleep(2.6)
     assert not instance.rank._remote.link.counts["connected_anew"]
 
@@ -230,16 +179,19 @@ def test_a_rank_is_as_patient_as_its_control_says_and_more_with_one_that_never_a
         heartbeats(rank, 1)
         second = rank._control
         assert second != first and len(rank.link.sockets()) == 1
-        rank.agent = SimpleNamespace(control_epoch=0)  # type: ignore[assignment]
+        rank.agent = SimpleNamespace(control_epoch=7)  # type: ignore[assignment]
         rank.on_frame(second, encode(Welcome(control_epoch=7, liveness_s=3.0)))
         heartbeats(rank, 4)
-        assert rank._control == second and rank.agent is not None and rank.agent.control_epoch == 7
+        assert rank._control == second
         heartbeats(rank, 1)
         assert rank._control != second
         third = rank._control
         rank.on_frame(third, encode(Welcome(control_epoch=7, liveness_s=0.1)))
         heartbeats(rank, 2)
         assert rank._control == third, "two heartbeats at least, whatever the liveness"
+        rank.on_frame(third, encode(Welcome(control_epoch=8, liveness_s=30.0)))
+        heartbeats(rank, 1)
+        assert rank._control != third, "a control that it did not join must ask it first"
     finally:
         rank.link.close()
 

@@ -81,3 +81,34 @@ def test_not_by_the_word_of_some_of_the_writers(pair: LocalPair, monkeypatch: py
     wait_until(lambda: "failed:peer_lost" in pair.decode.of(1))
     time.sleep(2.0)
     assert "releasable" not in pair.decode.of(1)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_one_that_stops_or_has_failed_says_it_too_and_meets_nobody(pair: LocalPair, failed: bool) -> None:
+    """Its process may last, and nobody else could say it."""
+    half_sent(pair, 1)
+    at, control = pair.prefill.at, pair.prefill.at.control
+    frames = at.link.send
+    at.link.send = lambda party, frame: None  # type: ignore[method-assign]
+    at._loop.submit((lambda: control._fail("a rank is gone")) if failed else (lambda: control.drain(600.0)))
+    wait_until(lambda: control.peering is not None and control.peering.draining)
+    lose_prefill(pair)
+    wait_until(lambda: "failed:peer_lost" in pair.decode.of(1))
+    at.link.send = frames  # type: ignore[method-assign]
+    assert pair.decode.released(1)[-1] == "releasable"
+    assert pair.prefill.released(1)[-1] == "releasable"
+    assert all(peer["stage"] == "calling" for peer in pair.decode.at.peers())
+
+
+def test_one_that_stops_does_not_say_it_before_the_writer_is_through(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_sent(pair, 1)
+    pair.prefill.at.drain(600.0)
+    with monkeypatch.context() as held:
+        held.setattr(SourceSide, "_check_fence", lambda self, entry: None)
+        lose_prefill(pair)
+        wait_until(lambda: "failed:peer_lost" in pair.decode.of(1))
+        time.sleep(1.5)
+        assert "releasable" not in pair.decode.of(1)
+    assert pair.decode.released(1)[-1] == "releasable"

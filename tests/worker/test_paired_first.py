@@ -47,7 +47,7 @@ class Deciding:
             all=lambda: [self.talk],
             own=SimpleNamespace(encoded=b"decode"),
         )
-        self.seeking = SimpleNamespace(open=lambda epoch: False, lost=lambda epoch, manifest: None)
+        self.seeking = SimpleNamespace(open=lambda epoch: False, lost=lambda epoch, manifest, control: None)
         control.desk = SimpleNamespace(
             open=lambda facts, epoch, now_s: self.opened.append(epoch),
             fail_all=lambda cause, now_s: None,
@@ -140,8 +140,8 @@ def rank_over(backend: Any, said: list[Any]) -> agents.RankAgent:
     agent = agents.RankAgent.__new__(agents.RankAgent)
     agent._pairings, agent._report, agent.backend = {}, said.append, backend
     agent.destination = DestinationSide(FIRST, backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
-    agent.source = SimpleNamespace(rooms=0, leave_all=lambda: None, step=lambda: False)  # type: ignore[assignment]
-    agent._leaving_control, agent.control_epoch = False, 5
+    agent.source = SimpleNamespace(begun=False, leave_all=lambda: None, step=lambda: False)  # type: ignore[assignment]
+    agent._next_control, agent.control_epoch, agent.facts = 0, 5, SimpleNamespace(rank=FIRST)  # type: ignore[assignment]
     agent.join = lambda: said.append("joined")  # type: ignore[method-assign]
     return agent
 
@@ -183,7 +183,7 @@ def test_a_rank_joins_another_control_only_once_nobody_may_write_to_it() -> None
     agent.step(lambda call: call())
     assert "joined" not in said and not agent.destination.idle
     agent.step(lambda call: call())
-    assert said[-1] == "joined" and agent.control_epoch == 0
+    assert said[-1] == "joined" and agent.control_epoch == 6
 
 
 class TwoRanks:

@@ -42,12 +42,15 @@ def new_epoch() -> int:
 
 @dataclass(frozen=True)
 class Self:
-    """What an instance says of itself in every handshake. heartbeat and liveness in milliseconds."""
+    """What an instance says of itself in every handshake. heartbeat and liveness in milliseconds. settled: see
+    `HelloReply`.
+    """
 
     manifest: InstanceManifest
     epoch: int
     heartbeat_ms: int = 500
     liveness_ms: int = 3_000
+    settled: bool = False
 
     @cached_property
     def encoded(self) -> bytes:
@@ -177,6 +180,7 @@ def offer(own: Self, talk: Conversation, fenced: tuple[int, ...]) -> HelloReply:
         liveness_ms=own.liveness_ms,
         fenced=fenced,
         control=own.epoch,
+        settled=own.settled,
     )
 
 

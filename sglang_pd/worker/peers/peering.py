@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from sglang_pd.protocol.codec import Received, decode, encode
 from sglang_pd.protocol.errors import CODES, ErrorInfo, PdError, RemoteProtocolError
-from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.protocol.messages import (
     MAX_LOST,
     Heartbeat,
@@ -39,6 +38,7 @@ from sglang_pd.worker.peers.conversation import (
     hello,
     offer,
 )
+from sglang_pd.worker.peers.heard import Heard
 from sglang_pd.worker.peers.judge import Case, Judge, Judged
 from sglang_pd.worker.peers.link import Called, Link, Party
 from sglang_pd.worker.peers.names import FORGET_CALL_S, Names
@@ -46,30 +46,10 @@ from sglang_pd.worker.peers.refusals import Refusals
 from sglang_pd.worker.peers.seeking import Issued, Seeking
 from sglang_pd.worker.peers.speakers import Speakers
 
+FENCED: Final = "fenced"
+"""Where a refusal's details have `HelloReply.fenced`: 16 hexadecimal digits each, spaces between."""
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
-
-
-class Heard(Protocol):
-    """What the control learns from conversations."""
-
-    def agreed(self, talk: Conversation) -> None:
-        """Both sides accept: ranks can meet, rooms can open."""
-
-    def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
-        """That incarnation is gone, agreed or not."""
-
-    def refused(self, talk: Conversation) -> None:
-        """The verdict is a refusal; `talk.error` says why."""
-
-    def fenced(self, own_epoch: int) -> bool:
-        """True when nothing of rooms in which this side went by that epoch is written any more."""
-
-    def fenced_by_peer(self, epoch: int, manifest: InstanceManifest) -> None:
-        """The instance of that manifest, which lives, says so of what it wrote as that lost peer."""
-
-    def room_message(self, talk: Conversation, message: Message) -> None:
-        """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""
 
 
 class Peering:
@@ -192,12 +172,11 @@ class Peering:
             raise RemoteProtocolError(
                 "a decode is not called", code="feature_unsupported", where="Hello", expected="the address of a prefill"
             )
-        if self.draining:
-            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
         check_rules(message)
         if talk is not None and talk.stage is Stage.AGREED and talk.epoch != epoch:
             self._drop(talk, ErrorInfo(code="epoch_stale", message="the peer introduced itself anew"))
             talk = None
+        self._refuse_draining(message)
         if talk is not None and talk.stage in (Stage.GREETED, Stage.AGREED):
             talk.heard_s = now_s
             if (talk.epoch, talk.manifest_digest, talk.own_digest) == (epoch, message.manifest_digest, self.own.digest):
@@ -226,8 +205,7 @@ class Peering:
     def _answer(self, party: Party, message: Hello, judged: Judged) -> None:
         """A Hello was judged."""
         case, talk = judged.case, self._callers.get(party)
-        if self.draining:
-            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello")
+        self._refuse_draining(message)
         if case.own_digest != self.own.digest:  # this side has restated itself meanwhile
             self._ask(party, self._case(case.epoch, 0, message, source=True), lambda j: self._answer(party, message, j))
             return
@@ -243,6 +221,15 @@ class Peering:
         self._make_room(len(case.stated))
         self._callers[party] = talk
         self._say(talk, offer(self.own, talk, self._fenced(message)))
+
+    def _refuse_draining(self, message: Hello) -> None:
+        """One that stops, or has failed, meets nobody, but says all the same what it is through with: its process may
+        last, and nobody else can say it.
+        """
+        if self.draining:
+            fenced = " ".join(f"{epoch:016x}" for epoch in self._fenced(message))
+            said = {FENCED: fenced} if fenced else {}
+            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello", **said)
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
         """What decode lost and this side is through with: it went by that epoch, and does no more; no room is left. Of
@@ -298,6 +285,8 @@ class Peering:
             return
         for epoch in set(message.fenced) & set(talk.left):
             self._heard.fenced_by_peer(epoch, judged.manifest)
+        if message.settled:  # see `RankAgent._idle`, which is what it rests on
+            self._heard.taken_over(judged.manifest, message.control)
         if self._seeking.against(judged.manifest):
             self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
             talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
@@ -366,6 +355,9 @@ class Peering:
             self._merged(talk, self._names.speaking_as(message.error.details.get("conversation", "")))
         elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
             talk.error = message.error
+            said = message.error.details.get(FENCED, "").split() if message.error.code == "draining" else []
+            for epoch in [epoch for epoch in talk.left if f"{epoch:016x}" in said]:
+                self._heard.fenced_by_peer(epoch, None)
             if message.error.code not in ("draining", "internal"):
                 talk.stage = Stage.REFUSED
                 talk.next_send_s = now_s + RETRY_REFUSED_S

@@ -23,6 +23,10 @@ class Seeking:
         self._rooms: dict[int, set[int]] = {}
         self._proven: dict[int, set[RankId]] = {}
         self._writers: dict[int, frozenset[int]] = {}
+        self._controls: dict[int, int] = {}
+        """Whose ranks these were."""
+        self._fenced: dict[int, frozenset[int]] = {}
+        """Those of these ranks that gave the proof themselves, while others have not."""
 
     def add(self, peer_epoch: int, room: int) -> bool:
         """A room waits. True for the first with that peer: the ranks have to be asked."""
@@ -31,10 +35,26 @@ class Seeking:
         rooms.add(room)
         return first
 
-    def lost(self, peer_epoch: int, manifest: InstanceManifest) -> None:
-        """Who wrote as that peer."""
+    def lost(self, peer_epoch: int, manifest: InstanceManifest, control: int = 0) -> None:
+        """Who wrote as that peer. control: `HelloReply.control`; 0: it did not say."""
         if peer_epoch in self._rooms:
-            self._writers[peer_epoch] = _epochs(manifest)
+            self._writers[peer_epoch], self._controls[peer_epoch] = _epochs(manifest), control
+
+    def taken_over(self, manifest: InstanceManifest, control: int) -> list[int]:
+        """That control has these ranks, with nothing under way that they wrote for another one: those of them that
+        wrote as a lost peer of another control need no proof any more. Gives the peers of which that was not known.
+        """
+        news = []
+        for epoch, writers in self._writers.items():
+            there = writers & _epochs(manifest)
+            if not there <= self.fenced(epoch) and self._controls[epoch] not in (0, control) and control:
+                self._fenced[epoch] = self.fenced(epoch) | there
+                news.append(epoch)
+        return news
+
+    def fenced(self, peer_epoch: int) -> frozenset[int]:
+        """Those who wrote as that peer and gave the proof themselves, each for itself."""
+        return self._fenced.get(peer_epoch, frozenset())
 
     def against(self, manifest: InstanceManifest) -> bool:
         """Whether the proof is sought that former writes of one of these ranks land here no more."""
@@ -48,11 +68,12 @@ class Seeking:
         """Peers that gave the proof themselves, of which the rank has not answered."""
         return [epoch for epoch, ranks in self._settling.items() if rank in ranks]
 
-    def wrote(self, peer_epoch: int, manifest: InstanceManifest) -> bool:
+    def wrote(self, peer_epoch: int, manifest: InstanceManifest | None) -> bool:
         """Whether an instance may speak for that peer, and has not yet: it has just the ranks that wrote, or, made anew
-        in the same process, none of them.
+        in the same process, none of them. None: it does not say which it has; those that wrote, then.
         """
-        writers, ranks = self._writers.get(peer_epoch, frozenset()), _epochs(manifest)
+        writers = self._writers.get(peer_epoch, frozenset())
+        ranks = _epochs(manifest) if manifest is not None else writers
         return peer_epoch not in self._settling and bool(writers) and (writers == ranks or not writers & ranks)
 
     def prove(self, peer_epoch: int, rank: RankId) -> list[int]:
@@ -97,6 +118,8 @@ class Seeking:
         if peer_epoch not in self._rooms and not self._settling.get(peer_epoch):
             self._settling.pop(peer_epoch, None)
             self._writers.pop(peer_epoch, None)
+            self._controls.pop(peer_epoch, None)
+            self._fenced.pop(peer_epoch, None)
 
 
 class Issued:

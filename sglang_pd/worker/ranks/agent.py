@@ -53,6 +53,7 @@ from sglang_pd.worker.ranks.orders import (
     Stop,
     Unpair,
 )
+from sglang_pd.worker.ranks.settled import settled
 from sglang_pd.worker.ranks.source import Ready, SourceSide
 
 MAX_CALLS: Final = 16_384
@@ -94,8 +95,10 @@ class RankAgent:
         self.destination = DestinationSide(facts.rank, backend, report, digest=reader.digest)
         self.stopped = False
         self.control_epoch = 0
-        """The control that this rank serves, where that is another process; 0: none yet."""
-        self._leaving_control = False
+        """The control that this rank serves, where that is another process; 0: none."""
+        self._next_control = 0
+        """The control for which it leaves that one; 0: it stays."""
+        self._settled = settled(backend)
         self._incarnation = secrets.randbits(62) + 1
         self._rebuilt = 0
         self._described = backend.describe()
@@ -144,19 +147,31 @@ class RankAgent:
             incarnation=self._incarnation,
             process=own_identity(),
             rebuilt=self._rebuilt,
+            settled=self._settled,
         )
 
     def rejoin(self, control_epoch: int) -> None:
         """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
-        idle = not self.source.rooms and self.destination.idle
-        if control_epoch == self.control_epoch or (not self.control_epoch and idle):
-            self._leaving_control = False  # it stays
-            self.join()
-        elif not self._leaving_control:
-            self._leaving_control = True
+        if control_epoch == self.control_epoch or (not self.control_epoch and self._idle):
+            self._serve(control_epoch)
+            return
+        if not self._next_control:
             self._pairings.clear()
             self.source.leave_all()
             self.destination.leave_all()
+        self._next_control = control_epoch
+
+    def _serve(self, control_epoch: int) -> None:
+        self.control_epoch, self._next_control = control_epoch, 0
+        self.join()
+
+    @property
+    def _idle(self) -> bool:
+        """Nothing of any room moves here, nor can. Whoever hears from another control that it has this rank relies on
+        it (`HelloReply.settled`): each write was DONE or FAILED, or its backend gave the fence; none is UNKNOWN, none
+        waits behind its event, and no former control can have one more made, its peers being forgotten.
+        """
+        return not self.source.begun and self.destination.idle
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
 
@@ -239,6 +254,8 @@ class RankAgent:
             self._report(RoomFault(room=order.room, generation=order.generation, error=info))
 
     def _pair(self, order: Pair) -> None:
+        if order.source and self._next_control:  # of the former control, it was on its way: its rooms must not begin
+            raise RoomError("this rank leaves its control", code="draining", where=f"rank {self.facts.rank}")
         pairing = self._pairings[order.peer_epoch] = pairing_of(order.prefill, order.decode)
         side = self.source if order.source else self.destination
         side.pair(order.peer_epoch, pairing)
@@ -250,9 +267,9 @@ class RankAgent:
             try:
                 self.destination.admit(order.peer_epoch, pairing)
             finally:  # those that the transport does not admit cannot connect
-                self.destination.seek(order.peer_epoch)
+                self.destination.seek(order.peer_epoch, frozenset(order.fenced))
         else:
-            self.destination.seek(order.peer_epoch)
+            self.destination.seek(order.peer_epoch, frozenset(order.fenced))
 
     def _begin(self, order: Begin) -> None:
         pairing = self._pairings.get(order.peer_epoch)
@@ -289,10 +306,9 @@ class RankAgent:
         was_seeking = self.destination.seeking
         guard(self.destination.step)
         flying = self.source.step()
-        if self._leaving_control and not flying and self.destination.idle:
-            self._leaving_control, self.control_epoch = False, 0
-            self.join()
-        elif self._leaving_control:
+        if self._next_control and not flying and self._idle:
+            self._serve(self._next_control)
+        elif self._next_control:
             self.destination.leave_all()  # of its former control an order to pair may have been on its way
         elif was_seeking and self._describes_anew():
             self._rebuilt += self.backend.capabilities.revoke_scope == "backend"

@@ -90,10 +90,12 @@ class Live(Order, frozen=True, kw_only=True):
 class Seek(Order, frozen=True, kw_only=True):
     """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`.
 
-    prefill, decode: as in `Pair`, for a rank that missed it; empty where nobody was ever told.
+    fenced: epochs of those ranks that need none, having given it themselves. prefill, decode: as in `Pair`, for a rank
+    that missed it; empty where nobody was ever told.
     """
 
     peer_epoch: Epoch
+    fenced: Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=2**17)] = ()
     prefill: Manifest = b""
     decode: Manifest = b""
 
@@ -106,7 +108,7 @@ class Check(Order, frozen=True, kw_only=True):
 
 
 class Rejoin(Order, frozen=True, kw_only=True):
-    """The control of that epoch does not know the rank: it must send `Joined` again.
+    """The control of that epoch does not know the rank: it must send `Joined`, again or for the first time.
 
     A control that is not the one the rank served knows nothing of the rooms that may still move in the rank's memory:
     the rank first proves that none does.
@@ -138,12 +140,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Joined(Report, frozen=True, kw_only=True):
     """A rank is there, with its `RankManifest` in msgpack. Sent at start, when a control comes back, and with a changed
-    manifest (a backend that had to be rebuilt). control_epoch: the control that it served so far, 0: none.
+    manifest (a backend that had to be rebuilt). control_epoch: the control that asked for it (`Rejoin`), and has the
+    rank from then on, nothing of another one's rooms being under way; 0: none has asked. Void at any other control.
     """
 
     control_epoch: Epoch = 0
     incarnation: RoomId = 0
     """Of the rank's agent, random: another one over the same transport knows nothing of what the former one wrote."""
+    settled: bool = False
+    """Nothing can land any more that former agents over the same transport wrote."""
     process: ProcessIdentity | None = None
     """Of a rank in another process, so that its death can be proven on one host."""
     rebuilt: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -49,7 +49,9 @@ class RemoteRank:
         if self.agent is None:
             return
         if isinstance(order, Welcome):
-            self.agent.control_epoch, self._liveness_s = order.control_epoch, order.liveness_s
+            self._liveness_s = order.liveness_s
+            # Another control than it joined takes it for its own: to that one, too, it must introduce itself.
+            self._dropped = self._dropped or order.control_epoch != self.agent.control_epoch
         elif isinstance(order, Rejoin):
             self._dropped = False  # what was reported before is void
             self.agent.rejoin(order.control_epoch)

@@ -453,6 +453,13 @@ class SourceSide:
         return [transfer for flight in flights for _, transfer in list(flight.transfers)]
 
     @property
+    def begun(self) -> bool:
+        """Whether a room is under way, or something of one that is over may still land. Chunks that wait for their room
+        do not count: any control may begin it.
+        """
+        return any(entry.begun is not None for entry in self._rooms.values())
+
+    @property
     def rooms(self) -> int:
         """Rooms kept."""
         return len(self._rooms)

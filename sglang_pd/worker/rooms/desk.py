@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -63,25 +63,13 @@ from sglang_pd.worker.ranks.orders import (
 )
 from sglang_pd.worker.rooms.claims import Claims
 from sglang_pd.worker.rooms.facts import RoomFacts
+from sglang_pd.worker.rooms.known import Known
 from sglang_pd.worker.rooms.outside import Outside
 from sglang_pd.worker.rooms.verification import Verification, VerifyMode, chosen
 from sglang_pd.worker.watch import Watch
 
 MAX_EARLY_FAULTS: Final = 4_096
 """Faults kept of rooms whose request has not come yet; one that is not kept ends by its lease."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """A room of this side. It is kept until it has ended and its memory is releasable, whichever comes first.
-
-    absent: see `RoomEvent`.
-    """
-
-    facts: RoomFacts
-    absent: tuple[str, ...] = ()
-    ended: bool = False
-    released: bool = False
 
 
 def _writer(rank: RankId) -> Writer:
@@ -103,13 +91,15 @@ class RoomDesk:
         self.prefill = PrefillRooms(epoch, limits=limits)
         self.decode = DecodeRooms(epoch, limits=limits)
         self.counts: Counter[str] = Counter()
-        self._known: dict[tuple[Role, int], _Known] = {}
+        self._known: dict[tuple[Role, int], Known] = {}
         self._claims = Claims()
         self._handles: dict[int, tuple[Role, int]] = {}
         """Rooms by their handles."""
         self._early_faults: dict[int, ErrorInfo] = {}
         self._owed_handles: dict[int, int] = {}
         """By generation, of rooms that are over and owe a proof."""
+        self._dead: frozenset[Writer] = frozenset()
+        """Own ranks whose process has ended."""
         self.seeking = Seeking()
         self._now_s = 0.0
         self.watch = Watch()
@@ -126,7 +116,7 @@ class RoomDesk:
         except PdError as error:
             self._refuse(facts, error)
             return
-        self._known[Role.PREFILL, facts.room] = _Known(facts)
+        self._known[Role.PREFILL, facts.room] = Known(facts)
         self._handles[facts.handle] = Role.PREFILL, facts.room
         early = self._early_faults.pop(facts.handle, None)
         self.watch.requested(facts.room, facts.request_id, facts.traceparent, prompt_tokens=facts.prompt_tokens)
@@ -161,7 +151,7 @@ class RoomDesk:
             self._claims.give_back(facts.handle)
             self._refuse(facts, error)
             return
-        self._known[Role.DECODE, facts.room] = _Known(facts, pairing.absent)
+        self._known[Role.DECODE, facts.room] = Known(facts, pairing.absent)
         self._handles[facts.handle] = Role.DECODE, facts.room
         try:
             self._carry(Role.DECODE, effects)
@@ -261,14 +251,26 @@ class RoomDesk:
         for room in self.seeking.prove(peer_epoch, rank):
             self._local(Role.DECODE, room, Proven(str(rank)))
 
-    def fenced_by_peer(self, peer_epoch: int, manifest: InstanceManifest, now_s: float) -> None:
-        """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer."""
+    def fenced_by_peer(self, peer_epoch: int, manifest: InstanceManifest | None, now_s: float) -> None:
+        """Decode: the ranks of that manifest, which live, say that they write no more as that lost peer. None: the
+        control that spoke as it says so of all its ranks.
+        """
         self._now_s = now_s
         if self.seeking.wrote(peer_epoch, manifest):
             self.seeking.settle(peer_epoch, self._ranks)
             for rank in self._ranks:
                 self._prove(peer_epoch, rank)
             self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))
+
+    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
+        """Decode: that control has these ranks, and nothing lands any more that they wrote for another one. For others
+        that wrote as the same lost peer it cannot speak: their proof is sought on.
+        """
+        for epoch in self.seeking.taken_over(manifest, control):
+            self._outside.order(self._seek_order(epoch))
+
+    def _seek_order(self, peer_epoch: int) -> Seek:
+        return Seek(peer_epoch=peer_epoch, fenced=tuple(self.seeking.fenced(peer_epoch)))
 
     def _fault(self, report: RoomFault) -> None:
         if report.generation:
@@ -292,6 +294,7 @@ class RoomDesk:
     def rank_dead(self, rank: RankId, now_s: float) -> None:
         """That rank's process is proven dead: its source memory is gone with it."""
         self._now_s = now_s
+        self._dead |= {_writer(rank)}
         gone = RankFenced(writer=_writer(rank), fenced=False, source_free=True, reason="the rank's process is gone")
         self._unfenced(gone)
 
@@ -306,7 +309,7 @@ class RoomDesk:
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)
         for epoch in self.seeking.open_at(rank):
-            self._outside.order(Seek(peer_epoch=epoch), rank)
+            self._outside.order(self._seek_order(epoch), rank)
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
@@ -482,6 +485,11 @@ class RoomDesk:
     def open_rooms(self) -> int:
         """Rooms that have not settled: running, or waiting for a fence."""
         return len(self.prefill.rooms) + len(self.decode.rooms)
+
+    @property
+    def settled(self) -> bool:
+        """No room is open, nor does a peer wait for a proof of one that is over."""
+        return not self.open_rooms and not self.prefill.awaited(self._dead)
 
     def next_timer_s(self) -> float | None:
         """When `tick` is due."""
