@@ -62,11 +62,11 @@ class Lives:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._own = Life()
+        self._own, self._name = Life(), ""
         self._file = -1
 
-    def former(self) -> list[Life]:
-        """Those that ended within `HOLD_S`. Those that live on hold their ports themselves.
+    def others(self) -> list[Life]:
+        """Those of other processes that live, or ended within `HOLD_S`.
 
         Raises `BackendUnavailable` where the folder cannot be used.
         """
@@ -76,14 +76,16 @@ class Lives:
         found = []
         with self._lock, _explained(folder):
             for path in sorted(folder.glob(f"*{_SUFFIX}")):
-                life = _ended(path)
+                life = _look(path) if path.name != self._name else None
                 if life is not None:
                     found.append(life)
         return found
 
     def former_ports(self) -> frozenset[int]:
-        """At which peers of workers that have ended may still write. Raises `BackendUnavailable`."""
-        return frozenset(port for life in self.former() for port in life.ports)
+        """At which peers of workers that have ended may still write; those of the living are theirs all the same.
+        Raises `BackendUnavailable`.
+        """
+        return frozenset(port for life in self.others() for port in life.ports)
 
     def had_this_pid(self) -> bool:
         """Whether a worker that has ended had this process's id. Raises `BackendUnavailable`.
@@ -91,7 +93,7 @@ class Lives:
         Never for the first process of a namespace: with it every process of that namespace ends, writers included.
         """
         here = _own_pid()
-        return here is not None and any(here in life.pids for life in self.former())
+        return here is not None and any(here in life.pids for life in self.others())
 
     def keep_ports(self, ports: frozenset[int]) -> None:
         """From now on peers may write at these. Raises `BackendUnavailable` where that cannot be kept."""
@@ -111,14 +113,14 @@ class Lives:
             return
         with _explained(folder):
             if self._file < 0:
-                self._file = _locked_file(folder)
+                self._name, self._file = _locked_file(folder)
             _append(self._file, more)
         self._own = self._own.with_more(more)
 
     def forget_parent(self) -> None:
         """In a fork: the file, and the lock on it, are the parent's."""
         self._lock = threading.Lock()
-        self._own = Life()
+        self._own, self._name = Life(), ""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -163,8 +165,8 @@ def _explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _locked_file(folder: Path) -> int:
-    """A file of our own, locked before anybody can find it."""
+def _locked_file(folder: Path) -> tuple[str, int]:
+    """A file of our own, locked before anybody can find it: its name and descriptor."""
     name = folder / f"{uuid.uuid4().hex}.new"
     file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -173,7 +175,7 @@ def _locked_file(folder: Path) -> int:
     except OSError:
         os.close(file)
         raise
-    return file
+    return name.with_suffix(_SUFFIX).name, file
 
 
 def _append(file: int, more: Life) -> None:
@@ -182,15 +184,18 @@ def _append(file: int, more: Life) -> None:
         raise OSError("the file system took only a part")
 
 
-def _ended(path: Path) -> Life | None:
-    """The life in a file, if its process has ended and others might still write to it. Forgets what is too old."""
+def _look(path: Path) -> Life | None:
+    """The life in a file; None, and the file is gone, if it ended too long ago to count."""
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others look at the same time
         life = _read(file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others look at the same time
+        except BlockingIOError:
+            return life  # it lives
         now = own_identity().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
         if life.ended is None or life.ended[0] != now[0]:
             _append(file, Life(ended=now))
@@ -198,8 +203,6 @@ def _ended(path: Path) -> Life | None:
             os.unlink(path)
             return None
         return life
-    except BlockingIOError:
-        return None  # it lives
     finally:
         os.close(file)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,14 +49,13 @@ def killed(*ports: int) -> int:
     return process.pid
 
 
-def test_ports_of_a_killed_worker_are_known_and_those_of_a_living_one_its_own(folder: Path) -> None:
-    with worker(20_001, 20_002) as process:
-        assert Lives().former_ports() == frozenset()
-        process.send_signal(signal.SIGSTOP)
-        assert Lives().former_ports() == frozenset(), "a stopped one has not ended"
-    assert Lives().former_ports() == {20_001, 20_002}
-    killed(20_003)
-    assert Lives().former_ports() == {20_001, 20_002, 20_003}
+def test_ports_of_other_workers_are_known_whether_they_live_or_were_killed(folder: Path) -> None:
+    mine = Lives()
+    mine.keep_ports(frozenset({20_009}))
+    with worker(20_001, 20_002):
+        killed(20_003)
+        assert mine.former_ports() == {20_001, 20_002, 20_003}
+    assert mine.former_ports() == {20_001, 20_002, 20_003}
 
 
 def test_who_looks_at_the_same_time_sees_the_same(folder: Path) -> None:
@@ -75,7 +73,13 @@ def test_what_is_long_over_is_forgotten_and_no_sooner(folder: Path, monkeypatch:
     assert Lives().former_ports() == {20_001}, "whoever finds it first starts the clock"
     now += module.HOLD_S - 1
     assert Lives().former_ports() == {20_001}
-    now += 2
+    with worker(20_002):
+        now += 2
+        assert Lives().former_ports() == {20_002}
+        now += 2 * module.HOLD_S
+        assert Lives().former_ports() == {20_002}, "it lives"
+    assert Lives().former_ports() == {20_002}
+    now += module.HOLD_S + 1
     assert Lives().former_ports() == frozenset() and not list(folder.iterdir())
 
 
@@ -105,7 +109,6 @@ def test_a_fork_has_a_life_of_its_own(folder: Path) -> None:
     command = [sys.executable, "-c", "import os\n" + code, "20007"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"kept\n"
-        assert Lives().former_ports() == {20_008}, "the parent lives"
         process.kill()
     assert Lives().former_ports() == {20_007, 20_008, 20_009}
 
@@ -123,7 +126,7 @@ def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(BackendUnavailable, match=STATE_DIR) as caught:
-        Lives().former()
+        Lives().others()
     assert str(folder) in str(caught.value) and "777" in str(caught.value)
 
 
@@ -139,4 +142,4 @@ def test_none_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.chdir(tmp_path)
     mine = Lives()
     mine.keep_ports(frozenset({20_001}))
-    assert mine.former() == [] and not list(tmp_path.iterdir()) and os.environ[STATE_DIR] == module.kept()
+    assert mine.others() == [] and not list(tmp_path.iterdir()) and os.environ[STATE_DIR] == module.kept()
