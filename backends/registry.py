@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from sglang_pd.backends.base import Backend
+from sglang_pd.backends.library.lives import lives
 from sglang_pd.protocol.errors import BackendUnavailable, ConfigError, PdError
 
 
@@ -55,6 +56,7 @@ def create_backend(name: str, *, epoch: int, options: Mapping[str, Any] | None =
     """
     check_known(name)
     try:
+        lives.check_pid(name)  # whatever it is itself: the writer that goes on knows nothing of that
         module = importlib.import_module(BACKENDS[name])
         return cast(BackendFactory, module.create)(epoch=epoch, options=dict(options or {}))
     except PdError:

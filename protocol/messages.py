@@ -127,15 +127,16 @@ class Hello(Message, frozen=True, kw_only=True):
 class HelloReply(Message, frozen=True, kw_only=True):
     """Prefill's answer: its own manifest, its verdict, and the digest of the plans it compiled (0 when refused).
 
-    peer_manifest_digest: `Hello.manifest_digest` of the Hello that this answers. fenced: those of `Hello.lost` under
-    which nothing is written any more, said by the control that spoke under them, or by a later one of its process.
-    control: random, of the control that answers; another one over the same ranks has replaced it. settled: nothing can
-    land any more that one of its ranks wrote for another control than this one. Other fields as in `Hello`.
+    peer_epoch, peer_manifest_digest: the epoch and `Hello.manifest_digest` of the Hello that this answers. fenced:
+    those of `Hello.lost` under which nothing is written any more, said by the control that spoke under them, or by a
+    later one of its process. control: random, of the control that answers; another one over the same ranks has
+    replaced it. Other fields as in `Hello`.
     """
 
     instance: Name
     manifest: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
     manifest_digest: U64
+    peer_epoch: U64
     peer_manifest_digest: U64
     verdict: Verdict
     plan_digest: U64
@@ -145,7 +146,6 @@ class HelloReply(Message, frozen=True, kw_only=True):
     software: Value = ""
     fenced: Epochs = ()
     control: U64 = 0
-    settled: bool = False
 
     def __post_init__(self) -> None:
         if self.liveness_ms < 2 * self.heartbeat_ms:

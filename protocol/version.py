@@ -33,7 +33,7 @@ HISTORY: tuple[tuple[Version, str], ...] = (
         Version(2, 0),
         "The hash covers the envelope, too: a message cannot turn into one of another type. `Hello.lost` and "
         "`HelloReply.fenced`: a writer that lives is its own fence for what was lost. `HelloReply.control`: "
-        "another one over the same ranks has replaced it. `HelloReply.settled`: the ranks that it took over.",
+        "another one over the same ranks has replaced it.",
     ),
 )
 """Every version, oldest first, with what changed."""

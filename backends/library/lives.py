@@ -71,7 +71,7 @@ class Lives:
         Raises `BackendUnavailable` where the folder cannot be used.
         """
         folder = _folder()
-        if folder is None:
+        if folder is None or not folder.exists():
             return []
         found = []
         with self._lock, _explained(folder):
@@ -88,12 +88,26 @@ class Lives:
         return frozenset(port for life in self.others() for port in life.ports)
 
     def had_this_pid(self) -> bool:
-        """Whether a worker that has ended had this process's id. Raises `BackendUnavailable`.
+        """Whether a worker that has ended had the id of this process, or of a thread of it: the system copies by any.
 
-        Never for the first process of a namespace: with it every process of that namespace ends, writers included.
+        Never in the first process of a namespace: with it every process of that namespace ends, writers included.
+        Raises `BackendUnavailable`.
         """
         here = _own_pid()
-        return here is not None and any(here in life.pids for life in self.others())
+        if here is None:
+            return False
+        own = {(here[0], one) for one in _thread_ids()}
+        return any(own & {*life.pids} for life in self.others())
+
+    def check_pid(self, where: str) -> None:
+        """Raise `BackendUnavailable` if `had_this_pid`."""
+        if self.had_this_pid():
+            raise BackendUnavailable(
+                "this process was given the id of a worker that has ended, into which peers may still copy by that id",
+                where=where,
+                actual=f"process {os.getpid()}, or one of its threads",
+                hint="Start it again: it gets other ones",
+            )
 
     def keep_ports(self, ports: frozenset[int]) -> None:
         """From now on peers may write at these. Raises `BackendUnavailable` where that cannot be kept."""
@@ -112,6 +126,7 @@ class Lives:
         if folder is None:
             return
         with _explained(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._file < 0:
                 self._name, self._file = _locked_file(folder)
             _append(self._file, more)
@@ -131,6 +146,12 @@ def _own_pid() -> tuple[str, int] | None:
     return (namespace, own.pid) if own.known and own.pid > 1 and namespace else None
 
 
+def _thread_ids() -> list[int]:
+    """Of this process; the first of them is its own."""
+    with _explained(Path("/proc/self/task")):
+        return [int(name) for name in os.listdir("/proc/self/task")]
+
+
 def kept() -> str:
     """Where lives are kept, for reports; `none`."""
     return os.environ.get(STATE_DIR, "") or f"/var/tmp/sglang-pd-{os.getuid()}"
@@ -140,8 +161,7 @@ def _folder() -> Path | None:
     if kept() == NOT_KEPT:
         return None
     folder = Path(kept())
-    with _explained(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _explained(folder), contextlib.suppress(FileNotFoundError):
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"it belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}")

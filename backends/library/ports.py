@@ -8,6 +8,7 @@ itself (`library.lives`).
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -26,7 +27,8 @@ _STARTS = 256
 _lock = threading.Lock()
 _former: dict[int, float] = {}
 """Port -> until when it is nobody's, on the monotonic clock."""
-_held: dict[int, socket.socket] = {}
+_held: dict[int, int] = {}
+"""Port -> descriptor of the socket that is bound to it."""
 
 
 def former() -> frozenset[int]:
@@ -37,7 +39,7 @@ def former() -> frozenset[int]:
             del _former[port]
             held = _held.pop(port, None)
             if held is not None:
-                held.close()
+                os.close(held)
         return frozenset(_former)
 
 
@@ -52,7 +54,7 @@ def hold(ports: frozenset[int]) -> None:
     descriptor is free; held are none then.
     """
     with _lock:
-        _held.update((one.getsockname()[1], one) for one in reserve_all(ports - _held.keys()))
+        _held.update((one.getsockname()[1], one.detach()) for one in reserve_all(ports - _held.keys()))
 
 
 class Exposure:
@@ -78,22 +80,19 @@ class Exposure:
             self._ports = ports
 
 
-def start_elsewhere(
-    start: Callable[[], T],
-    ports_of: Callable[[T], frozenset[int]],
-    stop: Callable[[T], object],
-    shunned: frozenset[int],
-) -> T:
-    """What `start` makes, once it listens on none of `shunned`, nor where a former one of this process did.
+def start_elsewhere(start: Callable[[], T], ports_of: Callable[[T], frozenset[int]], stop: Callable[[T], object]) -> T:
+    """What `start` makes, once it listens nowhere where a former engine of this process or another worker did.
 
     The library takes any port that is free: those that it shall not have are taken as it finds them. Raises
     `BackendUnavailable` where it finds no others.
     """
-    shunned |= former()
+    shunned: frozenset[int] = frozenset()
     taken: list[socket.socket] = []
     try:
         for _ in range(_STARTS):
             made = start()
+            # Only now: who was there and let go of a port has said before that it was there.
+            shunned = former() | lives.former_ports()
             clash = ports_of(made) & shunned
             if not clash:
                 return made

@@ -116,6 +116,9 @@ class Watch:
             self._gone = True
             return
         except OSError:
+            # A thread of another process has the number, or no descriptor is free.
+            ticks = _start_ticks(identity.pid)
+            self._gone = ticks is not None and ticks != identity.start_ticks
             return
         ticks = _start_ticks(identity.pid)
         if ticks != identity.start_ticks:

@@ -266,7 +266,6 @@ class Listener:
             if not answer.refusal:
                 # Before the first descriptor leaves: `revoke` must know of it.
                 one.epoch = hello.epoch
-                self._revoked.pop(hello.epoch, None)
                 self._holders.setdefault(hello.epoch, []).append(one)
         self._send(one, answer, exports.fds)
 

@@ -42,8 +42,8 @@ _REGISTER_CODES: dict[int | str, str] = {
 class Engine:
     """A started engine. Its calls may be made from any thread; `stop` ends it and is True when that is proven."""
 
-    def __init__(self, library: Library, options: MooncakeOptions, shunned: frozenset[int] = frozenset()) -> None:
-        """Start one that listens on no port at which a former one of this process did, and on none of `shunned`.
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
+        """Start one that listens on no port at which a former one did, of this process or of another worker.
 
         Raises `BackendUnavailable` where the library cannot start, finds no other port, or runs another transport than
         asked for, `ConfigError` (`insecure_refused`) where it listens on all interfaces and that was not allowed.
@@ -53,7 +53,7 @@ class Engine:
         self._inodes: frozenset[int] = frozenset()
         self._library = library
         self._raw: Any = None
-        ports.start_elsewhere(self._start_once, lambda _: self.ports, lambda _: self.stop(5.0), shunned)
+        ports.start_elsewhere(self._start_once, lambda _: self.ports, lambda _: self.stop(5.0))
         try:
             self._check_listeners()
         except Exception:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 
 from sglang_pd.backends.library import ports
-from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.ports import Exposure
 from sglang_pd.backends.library.segments import Scope
 from sglang_pd.backends.mooncake.blob import identity_bytes
@@ -82,7 +81,7 @@ class Inbound:
         return engine.listening() if engine is not None else ()
 
     def _open(self) -> None:
-        engine = Engine(self._library, self._options, lives.former_ports())
+        engine = Engine(self._library, self._options)
         self.generation += 1
         self._page.write(identity_bytes(self._epoch, self.generation))
         try:

@@ -79,7 +79,7 @@ from sglang_pd.backends.nixl.probe import Probe, Transports
 from sglang_pd.backends.nixl.reach import ANSWER_S, check_answers
 from sglang_pd.backends.sides import Side
 from sglang_pd.protocol.batch import WriteBatch
-from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError
+from sglang_pd.protocol.errors import BackendError, PdError
 
 IDLE_CPU = 0.02
 REVOKE_WITHIN_S = 5.0
@@ -153,14 +153,6 @@ class NixlBackend(Backend):
         self._host = _found[self._key(())]
         if self._host.failure and options.plugin == "UCX":
             log.warning("the transport in use could not be found out: %s", self._host.failure)
-        if self._cma_possible() and lives.had_this_pid():
-            self._engine.stop()
-            raise BackendUnavailable(
-                "this process was given the id of a worker that has ended, into which peers may still copy by that id",
-                where="nixl over CMA",
-                actual=f"process {os.getpid()}",
-                hint="Start it again: it gets another one",
-            )
         log.info(
             "nixl %s (%s) over %s; settings in force: %s", library.version, library.package, self.transport(), settings
         )
@@ -398,6 +390,7 @@ class NixlBackend(Backend):
         self._home.check()
         process = self._decode(blob, epoch).process
         if self._cma_possible():
+            lives.check_pid("nixl over CMA")  # a thread that began since
             lives.keep_pid()
         self._engine.admit(epoch, process)
 

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_pd.backends.library.blob import SegmentEntry
-from sglang_pd.backends.library.lives import lives
 from sglang_pd.backends.library.ports import start_elsewhere
 from sglang_pd.backends.nixl.descriptors import AGENT_DESCRIPTORS, check_free
 from sglang_pd.backends.nixl.options import NixlOptions, ucx_settings
@@ -300,7 +299,6 @@ def build(library: Library, name: str, options: NixlOptions) -> Agent:
         lambda: Agent(library, name, options),
         lambda agent: agent.ports,
         lambda agent: agent.destroy(()),
-        lives.former_ports(),
     )
 
 

@@ -114,8 +114,7 @@ class InstanceControl:
             max_tokens=config.max_tokens,
             ranks=self.ranks.manifests,
         )
-        heartbeat_ms, liveness_ms = int(config.heartbeat_s * 1000), int(config.liveness_s * 1000)
-        return Self(manifest, self.epoch, heartbeat_ms, liveness_ms, self.ranks.settled)
+        return Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
 
     def _all_joined(self) -> None:
         try:
@@ -322,7 +321,7 @@ class InstanceControl:
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None:
-                self.desk.seeking.lost(epoch, talk.manifest, talk.control)
+                self.desk.seeking.lost(epoch, talk.manifest)
             if self.desk.seeking.open(epoch):
                 return  # a rank that lost the order to seek must not take this one for the end of it
         self.ranks.order(Unpair(peer_epoch=epoch))
@@ -346,11 +345,6 @@ class InstanceControl:
         """See `heard.Heard`."""
         if self.desk is not None:
             self.desk.fenced_by_peer(epoch, manifest, self._clock())
-
-    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
-        """See `heard.Heard`."""
-        if self.desk is not None:
-            self.desk.taken_over(manifest, control)
 
     def refused(self, talk: Conversation) -> None:
         """See `heard.Heard`."""

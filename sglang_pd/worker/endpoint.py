@@ -28,7 +28,6 @@ from sglang_pd.worker.loop import WorkerLoop
 from sglang_pd.worker.peers.link import CurveKeys, Link
 from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.remote_rank import RemoteRank
-from sglang_pd.worker.ranks.settled import leave
 from sglang_pd.worker.rooms.facts import RoomFacts
 from sglang_pd.worker.settings import ControlConfig
 from sglang_pd.worker.setup import UNTRACED, Network, RankSetup, TokenIds, Trace
@@ -253,7 +252,6 @@ class Endpoint:
         self.link.close()
         if not self._unreleased and not self.agent.source.reads:
             self.control.leave()
-            leave(self.agent.backend, self.agent.source.in_flight)
             let_go(self.agent.backend, self._holder)
         with self._polling:  # whoever reads it meanwhile must not read a descriptor that got its number
             fd, self._event_fd = self._event_fd, -1
@@ -435,5 +433,4 @@ class RankEndpoint:
             return
         self._remote.link.close()
         if self._home.here and not self.agent.source.reads and self.agent.destination.idle:
-            leave(self.agent.backend, self.agent.source.in_flight)
             let_go(self.agent.backend, self._holder)

@@ -116,10 +116,14 @@ def test_a_fork_has_a_life_of_its_own(folder: Path) -> None:
 def test_a_process_id_is_known_by_its_namespace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = killed()
     assert not Lives().had_this_pid()
-    monkeypatch.setattr(module, "_own_pid", lambda: (pid_namespace(), before))
+    monkeypatch.setattr(module, "_thread_ids", lambda: [os.getpid(), before])
     assert Lives().had_this_pid()
-    monkeypatch.setattr(module, "_own_pid", lambda: ("another namespace", before))
+    with pytest.raises(BackendUnavailable, match="the id of a worker"):
+        Lives().check_pid("here")
+    monkeypatch.setattr(module, "_own_pid", lambda: ("another namespace", os.getpid()))
     assert not Lives().had_this_pid()
+    monkeypatch.setattr(module, "_own_pid", lambda: (pid_namespace(), os.getpid()))
+    assert Lives().had_this_pid()
 
 
 def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:

@@ -52,6 +52,10 @@ def test_disconnect_says_goodbye_and_that_is_a_proof(pair: tuple[LocalBackend, L
     assert target.revoke(11) and target.describe() == after, "asking again changes nothing"
     target.admit(11, writer.describe())  # both owners agreed anew
     again = writer.connect(after, 22)
+    writer.disconnect(again)
+    with pytest.raises(BackendError, match="revoked"):  # by what it knew before it stays out, also once it is back
+        writer.connect(before, 22)
+    again = writer.connect(after, 22)
     assert not target.revoke(11), "the earlier proof does not cover the later connection"
     writer.disconnect(again)
     assert eventually(lambda: target.revoke(11))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -28,8 +27,8 @@ class PortEngine:
 
     port = 0
 
-    def __init__(self, library: Library, options: MooncakeOptions, shunned: frozenset[int]) -> None:
-        self.ports, self.shunned = frozenset({self.port}), shunned
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
+        self.ports = frozenset({self.port})
 
     def register(self, addresses: list[int], sizes: list[int]) -> None:
         pass
@@ -60,7 +59,7 @@ class SlowEngine:
 
     may_end = threading.Event()
 
-    def __init__(self, library: Library, options: MooncakeOptions, shunned: frozenset[int]) -> None:
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
         self.ports: frozenset[int] = frozenset()
 
     def register(self, addresses: list[int], sizes: list[int]) -> None:
@@ -91,10 +90,9 @@ def test_who_is_admitted_while_the_engine_is_replaced_is_not_covered_by_that(mon
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
-    """What was kept; 21,001 is known from before."""
+    """What was kept."""
     found: list[frozenset[int]] = []
     monkeypatch.setattr(lives, "keep_ports", found.append)
-    monkeypatch.setattr(lives, "former_ports", lambda: frozenset({21_001}))
     monkeypatch.setattr(mooncake_inbound, "Engine", PortEngine)
     monkeypatch.setattr(PortEngine, "port", 21_002)
     return found
@@ -102,8 +100,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
 
 def test_ports_are_kept_before_anybody_may_write_there(kept: list[frozenset[int]]) -> None:
     inbound = Inbound(LIBRARY, MooncakeOptions(), 1, Scope("mooncake", 8))
-    engine: Any = inbound.engine
-    assert engine.shunned == {21_001} and kept == []
+    assert kept == []
     inbound.admit(7)
     assert kept == [{21_002}]
     PortEngine.port, ended = 21_003, threading.Event()
@@ -154,15 +151,27 @@ class CountingEngine(Engine):
 
 def test_an_engine_shuns_ports_and_says_when_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     low = 23_400
+    few, all_of_them = frozenset({low, low + 1, 9}), frozenset({*range(low, low + 4), 9})
     monkeypatch.setenv("MC_MIN_RPC_PORT", str(low))
     monkeypatch.setenv("MC_MAX_RPC_PORT", str(low + 4))
-    shunned = frozenset({low, low + 1, 9})
-    engine = CountingEngine(LIBRARY, MooncakeOptions(), shunned)
+    monkeypatch.setattr(CountingEngine, "started", 0)
+    monkeypatch.setattr(lives, "former_ports", lambda: few if CountingEngine.started < 4 else all_of_them)
+    engine = CountingEngine(LIBRARY, MooncakeOptions())
     assert engine.ports == {low + 2} and CountingEngine.started == 3
-    for port in shunned:
+    for port in (low, low + 1):
         again = reserve(port)
         assert again is not None, "a port that it only kept from the library is free again"
         again.close()
     with pytest.raises(BackendUnavailable, match="wider range") as caught:
-        CountingEngine(LIBRARY, MooncakeOptions(), shunned | {low + 2, low + 3})
+        CountingEngine(LIBRARY, MooncakeOptions())
     assert "a full range" in str(caught.value) and caught.value.where == "$.network.ports"
+
+
+def test_a_port_that_was_let_go_while_the_library_started_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that had it was killed after this one had looked who lives, and before it listened."""
+    low = 23_400
+    monkeypatch.setenv("MC_MIN_RPC_PORT", str(low))
+    monkeypatch.setenv("MC_MAX_RPC_PORT", str(low + 4))
+    monkeypatch.setattr(CountingEngine, "started", 0)
+    monkeypatch.setattr(lives, "former_ports", lambda: frozenset({low} if CountingEngine.started else ()))
+    assert CountingEngine(LIBRARY, MooncakeOptions()).ports == {low + 1}

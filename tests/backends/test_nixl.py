@@ -263,16 +263,20 @@ def test_who_knows_only_a_revoked_agent_reaches_nobody() -> None:
 
 
 TAKEN = """
-import os, msgspec, sys
+import os, msgspec, sys, threading
 from pathlib import Path
 from sglang_pd.backends.library.lives import STATE_DIR, Life
 from sglang_pd.backends.library.process import pid_namespace
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import PdError
-life = Life(pids=((pid_namespace(), os.getpid()),))
+began, name, whose = threading.Event(), *sys.argv[1:]
+other = threading.Thread(target=began.wait, daemon=True)
+other.start()
+known = {"process": os.getpid(), "thread": other.native_id, "another": 1 << 22}[whose]
+life = Life(pids=((pid_namespace(), known),))
 Path(os.environ[STATE_DIR], "before.life").write_bytes(msgspec.json.encode(life))
 try:
-    create_backend("nixl", epoch=1, options={}).close()
+    create_backend(name, epoch=1).close()
 except PdError as error:
     print(error.code, error.message)
 sys.stdout.flush()
@@ -280,9 +284,14 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("transport", ["cma", "tcp"])
-def test_a_process_with_the_id_of_one_that_ended_is_refused_where_that_counts(tmp_path: Path, transport: str) -> None:
-    env = {**os.environ, STATE_DIR: str(tmp_path), "UCX_TLS": f"{transport},tcp,self"}
+@pytest.mark.parametrize(
+    ("backend", "whose"), [("nixl", "process"), ("nixl", "thread"), ("nixl", "another"), ("local", "process")]
+)
+def test_a_process_with_the_id_of_one_that_ended_is_refused(tmp_path: Path, backend: str, whose: str) -> None:
+    """A stopped writer copies by that id, whatever has it now: also a thread, and whatever that transfers by."""
     tmp_path.chmod(0o700)
-    done = subprocess.run([sys.executable, "-c", TAKEN], env=env, capture_output=True, timeout=60, check=True)
-    assert (b"backend_unavailable this process was given the id" in done.stdout) is (transport == "cma"), done
+    command = [sys.executable, "-c", TAKEN, backend, whose]
+    done = subprocess.run(
+        command, env={**os.environ, STATE_DIR: str(tmp_path)}, capture_output=True, timeout=60, check=True
+    )
+    assert (b"backend_unavailable this process was given the id" in done.stdout) is (whose != "another"), done

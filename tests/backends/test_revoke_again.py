@@ -50,7 +50,7 @@ class InboundEngine:
     plan: dict[str, list[Exception]] = {}
     made = 0
 
-    def __init__(self, library: Library, options: MooncakeOptions, shunned: frozenset[int]) -> None:
+    def __init__(self, library: Library, options: MooncakeOptions) -> None:
         self.happens("start")
         type(self).made += 1
         self.ports: frozenset[int] = frozenset()

@@ -84,6 +84,7 @@ SAMPLES: dict[str, Message] = {
         instance="prefill-0",
         manifest=b"\x81\xa1x\x00",
         manifest_digest=1,
+        peer_epoch=EPOCH,
         peer_manifest_digest=2**64 - 1,
         verdict=VERDICT,
         plan_digest=0,
@@ -93,7 +94,6 @@ SAMPLES: dict[str, Message] = {
         software="sglang-pd 0.1.0",
         fenced=(2**64 - 1,),
         control=2**63 + 5,
-        settled=True,
     ),
     "hello_confirm": HelloConfirm(
         manifest_digest=2**64 - 1, peer_manifest_digest=1, verdict=Verdict(accepted=True), plan_digest=77

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from support.local_pair import IDS, LocalPair, Side
@@ -120,3 +121,32 @@ def test_one_prefill_under_two_names_has_one_conversation(pair: LocalPair, first
         pair.complete(room)
     (talk,) = decode.at.peers()
     assert {talk["address"], *talk["aliases"]} == {one, other}
+
+
+def test_a_late_answer_of_a_control_that_was_replaced_parts_nobody(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for that of a newer control: the healthy conversation was dropped, and its rooms failed."""
+    found, late = peering(pair.decode), list[tuple[Any, ...]]()
+    heard, other = found._on_reply, pair.address.replace("127.0.0.1", "localhost")
+
+    def hear(talk: Any, epoch: int, message: Any) -> None:
+        if talk.address == other:
+            late.append((talk, epoch, message))
+        else:
+            heard(talk, epoch, message)
+
+    monkeypatch.setattr(found, "_on_reply", hear)
+    on_loop(pair.decode, lambda: found.call(other, None, found._now_s, wanted=True))
+    wait_until(lambda: late)
+    pair.start(1)
+    pair.complete(1)
+    speaking = [peer["conversation"] for peer in pair.decode.at.peers() if peer["stage"] == "agreed"]
+    talk, epoch, message = late[0]
+    of_another = msgspec.structs.replace(message, control=message.control ^ 1)
+    before = found.counts["late_replies"]
+    on_loop(pair.decode, lambda: heard(talk, epoch, of_another))
+    assert found.counts["late_replies"] == before + 1
+    pair.start(2)
+    pair.complete(2)
+    assert speaking == [peer["conversation"] for peer in pair.decode.at.peers() if peer["stage"] == "agreed"]

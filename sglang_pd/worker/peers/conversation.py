@@ -42,15 +42,12 @@ def new_epoch() -> int:
 
 @dataclass(frozen=True)
 class Self:
-    """What an instance says of itself in every handshake. heartbeat and liveness in milliseconds. settled: see
-    `HelloReply`.
-    """
+    """What an instance says of itself in every handshake. heartbeat and liveness in milliseconds."""
 
     manifest: InstanceManifest
     epoch: int
     heartbeat_ms: int = 500
     liveness_ms: int = 3_000
-    settled: bool = False
 
     @cached_property
     def encoded(self) -> bytes:
@@ -138,6 +135,10 @@ class Conversation:
         self.own_epoch = new_epoch()
         self.paired, self.next_send_s = {}, NOW_S
 
+    def ask_anew(self) -> None:
+        """What was asked so far, and is not answered, is asked as another one: an answer to that is of before."""
+        self.own_epoch, self.held = new_epoch(), None
+
 
 def hello(own: Self, lost: tuple[int, ...] = ()) -> Hello:
     """Decode's introduction. lost: see `Hello`."""
@@ -172,6 +173,7 @@ def offer(own: Self, talk: Conversation, fenced: tuple[int, ...]) -> HelloReply:
         instance=own.manifest.instance_id,
         manifest=own.encoded,
         manifest_digest=own.digest,
+        peer_epoch=talk.epoch,
         peer_manifest_digest=talk.manifest_digest,
         verdict=_verdict(talk),
         plan_digest=talk.pairing.digest if talk.pairing else 0,
@@ -180,7 +182,6 @@ def offer(own: Self, talk: Conversation, fenced: tuple[int, ...]) -> HelloReply:
         liveness_ms=own.liveness_ms,
         fenced=fenced,
         control=own.epoch,
-        settled=own.settled,
     )
 
 

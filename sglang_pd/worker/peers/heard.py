@@ -30,8 +30,5 @@ class Heard(Protocol):
         states none.
         """
 
-    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
-        """That control has the ranks of that manifest, and nothing that they wrote for another one lands any more."""
-
     def room_message(self, talk: Conversation, message: Message) -> None:
         """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""

@@ -265,7 +265,8 @@ class Peering:
     def _on_reply(self, talk: Conversation, epoch: int, message: HelloReply) -> None:
         if talk.source:
             raise RemoteProtocolError("a prefill is not answered", where="HelloReply")
-        if talk.stage is Stage.AGREED or message.peer_manifest_digest != self.own.digest:
+        asked = (message.peer_epoch, message.peer_manifest_digest) == (talk.own_epoch, self.own.digest)
+        if talk.stage is Stage.AGREED or not asked:
             self.counts["late_replies"] += 1
             return
         case = self._case(epoch, talk.own_epoch, message, source=False)
@@ -285,8 +286,6 @@ class Peering:
             return
         for epoch in set(message.fenced) & set(talk.left):
             self._heard.fenced_by_peer(epoch, judged.manifest)
-        if message.settled:  # see `RankAgent._idle`, which is what it rests on
-            self._heard.taken_over(judged.manifest, message.control)
         if self._seeking.against(judged.manifest):
             self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
             talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
@@ -344,6 +343,7 @@ class Peering:
             raise RemoteProtocolError("that incarnation talks to us already", code="epoch_stale", actual=talk.epoch)
         self._by_epoch[talk.epoch] = talk
         self._speakers.add(talk)
+        self._ask_anew()
         self._heard.agreed(talk)
 
     def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
@@ -403,7 +403,16 @@ class Peering:
             talk.stage = Stage.LOST
             self._callers.pop(talk.party, None)
         if agreed:
+            self._ask_anew()
             self._heard.lost(talk, epoch, error)
+
+    def _ask_anew(self) -> None:
+        """Who has which ranks has changed: an answer to what was asked before may come from a control that has them no
+        more, long after, and would be taken for that of a newer one.
+        """
+        for talk in self._names.all():
+            if talk.stage is not Stage.AGREED:
+                talk.ask_anew()
 
     def give_up(self, epoch: int, error: ErrorInfo) -> None:
         """The tables lost that incarnation (silence, say): forget it, and call again where this side is the caller."""

@@ -23,10 +23,6 @@ class Seeking:
         self._rooms: dict[int, set[int]] = {}
         self._proven: dict[int, set[RankId]] = {}
         self._writers: dict[int, frozenset[int]] = {}
-        self._controls: dict[int, int] = {}
-        """Whose ranks these were."""
-        self._fenced: dict[int, frozenset[int]] = {}
-        """Those of these ranks that gave the proof themselves, while others have not."""
 
     def add(self, peer_epoch: int, room: int) -> bool:
         """A room waits. True for the first with that peer: the ranks have to be asked."""
@@ -35,26 +31,10 @@ class Seeking:
         rooms.add(room)
         return first
 
-    def lost(self, peer_epoch: int, manifest: InstanceManifest, control: int = 0) -> None:
-        """Who wrote as that peer. control: `HelloReply.control`; 0: it did not say."""
+    def lost(self, peer_epoch: int, manifest: InstanceManifest) -> None:
+        """Who wrote as that peer."""
         if peer_epoch in self._rooms:
-            self._writers[peer_epoch], self._controls[peer_epoch] = _epochs(manifest), control
-
-    def taken_over(self, manifest: InstanceManifest, control: int) -> list[int]:
-        """That control has these ranks, with nothing under way that they wrote for another one: those of them that
-        wrote as a lost peer of another control need no proof any more. Gives the peers of which that was not known.
-        """
-        news = []
-        for epoch, writers in self._writers.items():
-            there = writers & _epochs(manifest)
-            if not there <= self.fenced(epoch) and self._controls[epoch] not in (0, control) and control:
-                self._fenced[epoch] = self.fenced(epoch) | there
-                news.append(epoch)
-        return news
-
-    def fenced(self, peer_epoch: int) -> frozenset[int]:
-        """Those who wrote as that peer and gave the proof themselves, each for itself."""
-        return self._fenced.get(peer_epoch, frozenset())
+            self._writers[peer_epoch] = _epochs(manifest)
 
     def against(self, manifest: InstanceManifest) -> bool:
         """Whether the proof is sought that former writes of one of these ranks land here no more."""
@@ -118,8 +98,6 @@ class Seeking:
         if peer_epoch not in self._rooms and not self._settling.get(peer_epoch):
             self._settling.pop(peer_epoch, None)
             self._writers.pop(peer_epoch, None)
-            self._controls.pop(peer_epoch, None)
-            self._fenced.pop(peer_epoch, None)
 
 
 class Issued:

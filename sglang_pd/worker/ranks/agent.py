@@ -53,7 +53,6 @@ from sglang_pd.worker.ranks.orders import (
     Stop,
     Unpair,
 )
-from sglang_pd.worker.ranks.settled import settled
 from sglang_pd.worker.ranks.source import Ready, SourceSide
 
 MAX_CALLS: Final = 16_384
@@ -69,6 +68,10 @@ class RankFacts:
     components: tuple[Component, ...]
     segments: tuple[Segment, ...]
     host_id: str = ""
+
+
+def _incarnation() -> int:
+    return secrets.randbits(62) + 1
 
 
 class RankAgent:
@@ -98,8 +101,9 @@ class RankAgent:
         """The control that this rank serves, where that is another process; 0: none."""
         self._next_control = 0
         """The control for which it leaves that one; 0: it stays."""
-        self._settled = settled(backend)
-        self._incarnation = secrets.randbits(62) + 1
+        self._served = 0
+        """The control that it served last; 0: none yet."""
+        self._incarnation = _incarnation()
         self._rebuilt = 0
         self._described = backend.describe()
 
@@ -147,7 +151,6 @@ class RankAgent:
             incarnation=self._incarnation,
             process=own_identity(),
             rebuilt=self._rebuilt,
-            settled=self._settled,
         )
 
     def rejoin(self, control_epoch: int) -> None:
@@ -162,14 +165,18 @@ class RankAgent:
         self._next_control = control_epoch
 
     def _serve(self, control_epoch: int) -> None:
-        self.control_epoch, self._next_control = control_epoch, 0
+        if self._served not in (0, control_epoch):
+            # A control that it left, and that lives, may hold what was agreed with the rank it was: to that one it is
+            # another.
+            self._incarnation = _incarnation()
+        self.control_epoch = self._served = control_epoch
+        self._next_control = 0
         self.join()
 
     @property
     def _idle(self) -> bool:
-        """Nothing of any room moves here, nor can. Whoever hears from another control that it has this rank relies on
-        it (`HelloReply.settled`): each write was DONE or FAILED, or its backend gave the fence; none is UNKNOWN, none
-        waits behind its event, and no former control can have one more made, its peers being forgotten.
+        """Nothing of any room moves here, nor can: each write was DONE or FAILED, or its backend gave the fence; none
+        is UNKNOWN, none waits behind its event, and no former control has one more made, its peers being forgotten.
         """
         return not self.source.begun and self.destination.idle
 
@@ -267,9 +274,9 @@ class RankAgent:
             try:
                 self.destination.admit(order.peer_epoch, pairing)
             finally:  # those that the transport does not admit cannot connect
-                self.destination.seek(order.peer_epoch, frozenset(order.fenced))
+                self.destination.seek(order.peer_epoch)
         else:
-            self.destination.seek(order.peer_epoch, frozenset(order.fenced))
+            self.destination.seek(order.peer_epoch)
 
     def _begin(self, order: Begin) -> None:
         pairing = self._pairings.get(order.peer_epoch)

@@ -30,9 +30,9 @@ class _Writers:
 
     pairing: Pairing
     seeking: bool = False
+    fenced: bool = False
+    """The peer itself gave the proof; only the transport may still be busy with its own."""
     open_epochs: set[int] = field(default_factory=set)
-    fenced: set[int] = field(default_factory=set)
-    """Those that gave the proof themselves; only the transport may still be busy with its own."""
 
 
 class DestinationSide:
@@ -67,7 +67,7 @@ class DestinationSide:
         """
         writers = self._writers.get(peer_epoch)
         if fenced and writers is not None:
-            writers.seeking, writers.fenced = True, set(writers.open_epochs)
+            writers.seeking = writers.fenced = True
         elif fenced:
             self._report(Revoked(peer_epoch=peer_epoch))
         elif writers is not None and not writers.seeking:
@@ -109,14 +109,13 @@ class DestinationSide:
         """Whether this rank was told of that instance: its writers may have connected all the same."""
         return peer_epoch in self._writers or peer_epoch in self._proven
 
-    def seek(self, peer_epoch: int, fenced: frozenset[int] = frozenset()) -> None:
+    def seek(self, peer_epoch: int) -> None:
         """Start seeking the proof; `step` reports it. What was proven is told again. Of an instance that this rank does
-        not know nothing can be said. fenced: writers that gave it themselves.
+        not know nothing can be said.
         """
         writers = self._writers.get(peer_epoch)
         if writers is not None:
             writers.seeking = True
-            writers.fenced |= fenced
         elif peer_epoch in self._proven:
             self._report(Revoked(peer_epoch=peer_epoch))
         else:
@@ -135,9 +134,9 @@ class DestinationSide:
         """
         raised: Exception | None = None
         for peer_epoch, writers in list(self._writers.items()):
-            if writers.open_epochs & writers.fenced and not self._rebuilding():
-                writers.open_epochs -= writers.fenced
-            for epoch in sorted(writers.open_epochs - writers.fenced) if writers.seeking else ():
+            if writers.fenced and not self._rebuilding():
+                writers.open_epochs.clear()
+            for epoch in sorted(writers.open_epochs) if writers.seeking and not writers.fenced else ():
                 try:
                     if self._backend.revoke(epoch):
                         writers.open_epochs.discard(epoch)

@@ -90,12 +90,10 @@ class Live(Order, frozen=True, kw_only=True):
 class Seek(Order, frozen=True, kw_only=True):
     """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`.
 
-    fenced: epochs of those ranks that need none, having given it themselves. prefill, decode: as in `Pair`, for a rank
-    that missed it; empty where nobody was ever told.
+    prefill, decode: as in `Pair`, for a rank that missed it; empty where nobody was ever told.
     """
 
     peer_epoch: Epoch
-    fenced: Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=2**17)] = ()
     prefill: Manifest = b""
     decode: Manifest = b""
 
@@ -147,8 +145,6 @@ class Joined(Report, frozen=True, kw_only=True):
     control_epoch: Epoch = 0
     incarnation: RoomId = 0
     """Of the rank's agent, random: another one over the same transport knows nothing of what the former one wrote."""
-    settled: bool = False
-    """Nothing can land any more that former agents over the same transport wrote."""
     process: ProcessIdentity | None = None
     """Of a rank in another process, so that its death can be proven on one host."""
     rebuilt: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -31,7 +31,6 @@ class _Rank:
     """Of a rank in another process."""
     incarnation: int
     rebuilt: int
-    settled: bool
 
 
 class Ranks:
@@ -63,9 +62,7 @@ class Ranks:
             )
         before = self._ranks.get(report.rank)
         process = Process(report.process) if remote else None
-        self._ranks[report.rank] = _Rank(
-            manifest, reach, now_s, remote, process, report.incarnation, report.rebuilt, report.settled
-        )
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.incarnation, report.rebuilt)
         return before is None or before.manifest != manifest
 
     def disagree(self, error: ManifestError, now_s: float) -> None:
@@ -134,11 +131,6 @@ class Ranks:
     def manifests(self) -> tuple[RankManifest, ...]:
         """All manifests in rank order; only when none is missing."""
         return tuple(self._ranks[rank].manifest for rank in self._want)
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing can land any more that one of them wrote before it joined this control."""
-        return all(entry.settled for entry in self._ranks.values())
 
     @property
     def ids(self) -> tuple[RankId, ...]:

@@ -262,16 +262,6 @@ class RoomDesk:
                 self._prove(peer_epoch, rank)
             self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))
 
-    def taken_over(self, manifest: InstanceManifest, control: int) -> None:
-        """Decode: that control has these ranks, and nothing lands any more that they wrote for another one. For others
-        that wrote as the same lost peer it cannot speak: their proof is sought on.
-        """
-        for epoch in self.seeking.taken_over(manifest, control):
-            self._outside.order(self._seek_order(epoch))
-
-    def _seek_order(self, peer_epoch: int) -> Seek:
-        return Seek(peer_epoch=peer_epoch, fenced=tuple(self.seeking.fenced(peer_epoch)))
-
     def _fault(self, report: RoomFault) -> None:
         if report.generation:
             for role in (Role.PREFILL, Role.DECODE):
@@ -309,7 +299,7 @@ class RoomDesk:
             if room.state.terminal and writer in room.unfenced:
                 self._outside.order(self._halt(room.room, room.generation), rank)
         for epoch in self.seeking.open_at(rank):
-            self._outside.order(self._seek_order(epoch), rank)
+            self._outside.order(Seek(peer_epoch=epoch), rank)
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
