@@ -47,7 +47,7 @@ class Deciding:
             all=lambda: [self.talk],
             own=SimpleNamespace(encoded=b"decode"),
         )
-        self.seeking = SimpleNamespace(open=lambda epoch: False, lost=lambda epoch, manifest, control: None)
+        self.seeking = SimpleNamespace(open=lambda epoch: False, lost=lambda epoch, manifest: None)
         control.desk = SimpleNamespace(
             open=lambda facts, epoch, now_s: self.opened.append(epoch),
             fail_all=lambda cause, now_s: None,
@@ -141,7 +141,8 @@ def rank_over(backend: Any, said: list[Any]) -> agents.RankAgent:
     agent._pairings, agent._report, agent.backend = {}, said.append, backend
     agent.destination = DestinationSide(FIRST, backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
     agent.source = SimpleNamespace(begun=False, leave_all=lambda: None, step=lambda: False)  # type: ignore[assignment]
-    agent._next_control, agent.control_epoch, agent.facts = 0, 5, SimpleNamespace(rank=FIRST)  # type: ignore[assignment]
+    agent._next_control, agent._served, agent.control_epoch = 0, 5, 5
+    agent.facts = SimpleNamespace(rank=FIRST)  # type: ignore[assignment]
     agent.join = lambda: said.append("joined")  # type: ignore[method-assign]
     return agent
 
