@@ -280,8 +280,10 @@ class Peering:
             return
         other = self._speakers.same(judged.manifest)
         if other is not None and other is not talk and not other.source and other.control != message.control:
-            # One control at a time has these ranks: this one has replaced the other.
+            # One control at a time has these ranks: this one, asked since the other agreed, has replaced it.
             self._drop(other, ErrorInfo(code="peer_lost", message="another control answers for the same ranks"))
+            talk.next_send_s = self._now_s  # that one's end has it asked anew
+            return
         if self._merged(talk, self._speakers.same(judged.manifest)):
             return
         for epoch in set(message.fenced) & set(talk.left):
