@@ -21,13 +21,19 @@ One thread of ours drives the library's agent (`nixl.engine`); the owner of the 
 What `revoke(epoch)` proves: the destination's agent has been destroyed, with every socket that held bytes of that epoch
 (`engine_closed`; it costs every connection, `describe` has changed and peers connect anew, outgoing ones too). That
 stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
-where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
-has exited. `admit` tells which process that is, from the writer's own blob: its greeting comes over the library and may
-never arrive. While such a process lives, closing the agent would prove nothing and take from that writer the only
-proof there is, its own `fence`, since what it has in flight would end in an error, UNKNOWN for ever. So the agent is
-left alone then, and closed when every such process has exited; at once where none can reach this memory by CMA, or
-where no process is known of that epoch (which proves nothing over CMA). There is no proof for device memory, RDMA and
-LIBFABRIC: `capabilities` says `none` where those are possible.
+where CMA is possible the answer is True only once each process that called itself `epoch` has also exited, which the
+kernel shows, or has left. `admit` tells which process that is, from the writer's own blob: its greeting comes over the
+library and may never arrive. While such a process lives and has not left, closing the agent would prove nothing and
+take from that writer the only proof there is, its own, since what it has in flight would end in an error, UNKNOWN for
+ever. So the agent is left alone then, and closed when every such process has exited or left; at once where none can
+reach this memory by CMA, or where no process is known of that epoch (which proves nothing over CMA). There is no proof
+for device memory, RDMA and LIBFABRIC: `capabilities` says `none` where those are possible.
+
+A writer has left when it said so of its newest connection (`nixl.partings`): its last user disconnected, and everything
+it ever handed over to this incarnation is DONE or FAILED. It says so before the library forgets the peer, and never
+where anything is open, nor over a connection that was lost, nor as its backend closes. What it said before it was
+admitted again counts no more. Who was admitted and never connected has not left. The agent is closed for one that left
+too: so the description it knows leads nowhere, and a greeting that still waited is heard first.
 An epoch that is given the new blob is admitted anew (`admit`), and the proof of before covers it no longer.
 
 Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
