@@ -280,3 +280,16 @@ def test_an_agent_closed_before_a_writer_came_is_closed_again_once_that_one_has_
     writer.call("disconnect", peer=facts["peer"])
     time.sleep(0.5)
     assert revoke(target, writer.epoch, 20.0) and target.call("describe") != before
+
+
+def test_the_word_of_one_that_lives_is_waited_for_before_the_agent_is_closed_for_one_that_died(cma: Lab) -> None:
+    """Two ranks of one instance: the close would cut that word off, and it comes once."""
+    link = cma.fresh((MIB,), (MIB,))
+    dead, alive, target = cma.spawn((MIB,)), link.writer, link.target
+    cma.connect(dead, target)
+    dead.kill()
+    for _ in range(30):
+        assert not revoke(target, alive.epoch, 0.0) and not revoke(target, dead.epoch, 0.0)
+        time.sleep(0.05)
+    alive.call("disconnect", peer=link.peer)
+    assert revoke(target, alive.epoch, 20.0) and revoke(target, dead.epoch, 20.0)
