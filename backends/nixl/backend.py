@@ -91,7 +91,7 @@ from sglang_pd.protocol.batch import WriteBatch
 from sglang_pd.protocol.errors import BackendError, PdError
 
 IDLE_CPU = 0.02
-REVOKE_WITHIN_S = 15.0
+REVOKE_WITHIN_S = 5.0
 LEAVE_WITHIN_S, SOUGHT_S = 10.0, 1.0
 """Seconds that a proof waits for others who live and are sought too (asked about so lately): the close of the agent
 would cut off their word of having left, which comes once."""

@@ -196,10 +196,7 @@ def revoked_again_before_it_came_back(lab: Lab) -> None:
         raise CaseSkipped("this transport proves nothing of a living writer, though it has disconnected")
     lab.admit(link.writer, link.target)
     address = link.target.call("describe")
-    proven = link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"]
-    if not proven and link.transport == "cma":
-        raise CaseSkipped("who copies by himself, was admitted and has not come is not proven harmless while he lives")
-    require(proven, "it never came back")
+    require(link.target.call("revoke", epoch=link.writer.epoch, within_s=within_s)["proven"], "it never came back")
     canaries(link.target)
     try:
         peer = link.writer.call("connect", blob=address, epoch=link.target.epoch)["peer"]
