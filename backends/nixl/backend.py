@@ -21,21 +21,13 @@ One thread of ours drives the library's agent (`nixl.engine`); the owner of the 
 What `revoke(epoch)` proves: the destination's agent has been destroyed, with every socket that held bytes of that epoch
 (`engine_closed`; it costs every connection, `describe` has changed and peers connect anew, outgoing ones too). That
 stops UCX over TCP. It does not stop a writer on this host that uses CMA, since that copies with its own system calls:
-where CMA is possible the answer is True only once each process that called itself `epoch` has also exited, which the
-kernel shows, or has left. `admit` tells which process that is, from the writer's own blob: its greeting comes over the
-library and may never arrive. While such a process lives and has not left, closing the agent would prove nothing and
-take from that writer the only proof there is, its own, since what it has in flight would end in an error, UNKNOWN for
-ever. So the agent is left alone then, and closed when every such process has exited or left; at once where none can
-reach this memory by CMA, or where no process is known of that epoch (which proves nothing over CMA). There is no proof
-for device memory, RDMA and LIBFABRIC: `capabilities` says `none` where those are possible.
-
-A writer has left when it said so of its newest connection (`nixl.partings`): its last user disconnected, and everything
-it ever handed over to this incarnation is DONE or FAILED. It says so before the library forgets the peer, and never
-where anything is open, nor over a connection that was lost, nor as its backend closes. What it said before it was
-admitted again counts no more. Who was admitted and never connected has not left. The agent is closed for one that left
-too: so the description it knows leads nowhere, and a greeting that still waited is heard first.
-While a proof is sought of one that lives and may still say so, the close for others waits, 10 s at most: it would cut
-that word off.
+where CMA is possible the answer is True only once the kernel also shows that each process that called itself `epoch`
+has exited. `admit` tells which process that is, from the writer's own blob: its greeting comes over the library and may
+never arrive. While such a process lives, closing the agent would prove nothing and take from that writer the only
+proof there is, its own `fence`, since what it has in flight would end in an error, UNKNOWN for ever. So the agent is
+left alone then, and closed when every such process has exited; at once where none can reach this memory by CMA, or
+where no process is known of that epoch (which proves nothing over CMA). There is no proof for device memory, RDMA and
+LIBFABRIC: `capabilities` says `none` where those are possible.
 An epoch that is given the new blob is admitted anew (`admit`), and the proof of before covers it no longer.
 
 Environment: `UCX_*` and `NIXL_*` are read and reported, never set. A process that has loaded UCX may die with SIGSEGV
@@ -46,7 +38,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -92,9 +83,6 @@ from sglang_pd.protocol.errors import BackendError, PdError
 
 IDLE_CPU = 0.02
 REVOKE_WITHIN_S = 5.0
-LEAVE_WITHIN_S, SOUGHT_S = 10.0, 1.0
-"""Seconds that a proof waits for others who live and are sought too (asked about so lately): the close of the agent
-would cut off their word of having left, which comes once."""
 SMALL_BYTES, SMALL_ROWS = 256 << 10, 64
 """What the owner may post itself: copied in about 0.1 ms where the copy happens in the call (CMA, 2.5 GB/s)."""
 VERIFIED_ON = {
@@ -151,7 +139,6 @@ class NixlBackend(Backend):
         self._scope = Scope("nixl", MAX_SEGMENTS)
         self._device = options.device_memory and nixl_memory.cuda_present()
         self._closed = False
-        self._sought, self._asked = dict[int, float](), dict[int, float]()
         self._home = Home("the backend", "nixl")
         keep_in_forks(self)
         probe = None if self._key(()) in _found else Probe(library.package, options)
@@ -395,16 +382,8 @@ class NixlBackend(Backend):
         cma, writers = self._cma_possible(), self._engine.writers
         if cma and writers.live(epoch, self._reaches_by_cma):
             self._engine.keep(epoch)
-            self._asked.pop(epoch, None)
-            self._sought[epoch] = time.monotonic()
-            return False
-        if cma and self._waits_for_others(epoch, time.monotonic()):
             return False
         return self._engine.revoke(epoch) and (not cma or writers.gone(epoch, self._reaches_by_cma))
-
-    def _waits_for_others(self, epoch: int, now: float) -> bool:
-        self._sought = {one: at for one, at in self._sought.items() if one != epoch and now - at < SOUGHT_S}
-        return now - self._asked.setdefault(epoch, now) < LEAVE_WITHIN_S and bool(self._sought)
 
     def admit(self, epoch: int, blob: bytes) -> None:
         """See `Backend`. The blob names the process that must have exited before `revoke` is True (CMA)."""
@@ -413,7 +392,6 @@ class NixlBackend(Backend):
         if self._cma_possible():
             lives.check_pid("nixl over CMA")  # a thread that began since
             lives.keep_pid()
-        self._asked.pop(epoch, None)
         self._engine.admit(epoch, process)
 
     def _cma_possible(self) -> bool:

@@ -41,7 +41,7 @@ class AgentBlob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     metadata: bytes
 
 
-ENVELOPE = Envelope(MAGIC, 5, AgentBlob)
+ENVELOPE = Envelope(MAGIC, 4, AgentBlob)
 
 
 def agent_name(epoch: int, build: int) -> str:

@@ -29,8 +29,7 @@ from sglang_pd.backends.nixl.library import Agent, Described, Handle, Library, b
 from sglang_pd.backends.nixl.link import BEAT, Link, NixlWork
 from sglang_pd.backends.nixl.memory import use_device
 from sglang_pd.backends.nixl.options import NixlOptions
-from sglang_pd.backends.nixl.partings import Partings
-from sglang_pd.backends.nixl.writers import Revocation, Writers
+from sglang_pd.backends.nixl.writers import Revocation, Writers, greeting
 from sglang_pd.backends.shortage import in_words, start_thread
 from sglang_pd.protocol.errors import BackendError, BackendUnavailable, PdError, TransferError
 
@@ -78,7 +77,7 @@ class Engine:
         self.not_rebuilt: PdError | None = None
         """Why the last attempt to rebuild the agent failed; None after one that did not."""
         self._moved = self._seen = self._hinted = self._watched = 0.0
-        self.writers, self._partings = Writers(), Partings(epoch, self.process)
+        self.writers = Writers()
         self._exposure = ports.Exposure()
         self._revoked: dict[int, Revocation] = {}
         try:
@@ -186,7 +185,7 @@ class Engine:
         """That epoch, of that process, may write through the agent of now: what was shown, or is being shown, does not
         cover it. Raises `BackendUnavailable` where its ports cannot be kept for who comes later."""
         self._exposure.admit()
-        self.writers.admit(epoch, process)
+        self.writers.add(epoch, process)
         self.keep(epoch)
 
     def tell(self) -> None:
@@ -310,9 +309,7 @@ class Engine:
             if message == BEAT:
                 continue
             self._seen = self._hinted = now
-            epoch = self.writers.heard(message)
-            if epoch is not None and self._revoked.get(epoch, Revocation()).closed:
-                self.keep(epoch)  # it is connected to the agent of now
+            self.writers.heard(message)
 
     def _news(self) -> None:
         try:
@@ -326,7 +323,6 @@ class Engine:
             if (link.lost is not None or not link.users) and not link.waiting():
                 del self._links[name]
                 if agent is not None:
-                    self._partings.leave(agent, link)
                     link.detach(agent)
                 self._ghosts.append(link)
         if self._ghosts:
@@ -377,7 +373,6 @@ class Engine:
         link = self._links.get(blob.agent)
         if link is not None and link.lost is None:
             link.users += 1
-            self._partings.greet(self.agent(), link, time.monotonic())
             return link
         if link is not None:
             raise TransferError(
@@ -399,7 +394,7 @@ class Engine:
         self._bell.watch(link)
         self.writers.add(blob.epoch, blob.process)
         self._seen = time.monotonic()
-        self._partings.greet(self.agent(), link, self._seen)
+        link.hint(self.agent(), greeting(self._epoch, self.process), self._seen)
         return link
 
     def disconnect(self, link: Link) -> None:

@@ -38,9 +38,9 @@ class Link(LibraryLink[Piece, Handle]):
         self.blob = blob
         self.direct = direct
         self.lost: PdError | None = None
-        self.users = self.number = 0
+        self.users = 0
         self.added = self.reached = False
-        """Whether the library knows the peer; whether a write to it has ended well. `number`: see `Partings`."""
+        """Whether the library knows the peer; whether a write to it has ended well."""
         self._agent: Agent | None = None
         self._hinted = 0.0
 
