@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import signal
 import time
 from collections.abc import Iterator
@@ -162,32 +161,6 @@ def test_control_restarted_its_ranks_rejoin_and_a_peer_that_stayed_serves(pair: 
         oracles(control, decode.control)
         for rank in (*prefill.ranks, *decode.ranks):
             assert rank.ask("check")["dirty"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_control_restarted_over_memory_whose_living_writers_no_transport_can_prove() -> None:
-    """Over process memory a writer's death is the only proof that decode finds by itself."""
-    if importlib.util.find_spec("nixl") is None:
-        pytest.skip("nixl is not installed here")
-    common: dict[str, Any] = {"backend": "nixl", "liveness_s": 3.0}
-    topology = {"pp": 1, "tp": 2}
-    with instance("prefill", topology, 24, **common) as prefill, instance("decode", topology, 30, **common) as decode:
-        decode.control.ask("connect", address=prefill.control.address)
-        judge(prefill, decode, 1, 40, *start(prefill, decode, 1, 40, chunks=[10]))
-        p, d = start(prefill, decode, 2, 60, chunks=[10, 20], pause_s=30)
-        wait_until(lambda: prefill.control.ask("stats")["stats"]["bytes_written"] > 0)
-        old = prefill.control
-        old.kill()
-        conf = {"topology": topology, "pages": 24, "bind": old.address, "seed": 2, **common}
-        with WorkerProcess("prefill", ranks_bind=old.ranks_address, **conf) as control:
-            decode.control.released(d["handle"], timeout_s=40)
-            prefill.control = control
-            wait_until(prefill.all_ready)
-            clear(prefill, 60, p)
-            clear(decode, 60, d)
-            judge(prefill, decode, 3, 50, *start(prefill, decode, 3, 50, chunks=[10]))
-            oracles(control, decode.control, timeout_s=40)
 
 
 def test_ranks_that_do_not_fit_together_say_so_until_they_do() -> None:
