@@ -11,7 +11,7 @@ import pytest
 from support.local_pair import IDS, LocalPair, Side
 from support.worker_pair import wait_until
 
-from sglang_pd import DecodeEndpoint
+from sglang_pd import DecodeEndpoint, PrefillEndpoint
 from sglang_pd.memory.views import host_bytes
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.worker.peers.peering import Peering
@@ -150,3 +150,17 @@ def test_a_late_answer_of_a_control_that_was_replaced_parts_nobody(
     pair.start(2)
     pair.complete(2)
     assert speaking == [peer["conversation"] for peer in pair.decode.at.peers() if peer["stage"] == "agreed"]
+
+
+def test_those_called_at_once_agree_at_once() -> None:
+    """Each agreement voids the answers of the others: they were asked anew at the next heartbeat, one by one."""
+    sides = [Side(PrefillEndpoint, f"p{n}", heartbeat_s=20.0, liveness_s=60.0) for n in range(3)]
+    decode = Side(DecodeEndpoint, "d", heartbeat_s=20.0, liveness_s=60.0)
+    try:
+        wait_until(lambda: all(side.at.ready for side in (*sides, decode)))
+        for side in sides:
+            decode.at.connect(side.at.address)
+        wait_until(lambda: [peer["stage"] for peer in decode.at.peers()] == ["agreed"] * 3, timeout_s=10.0)
+    finally:
+        for side in (*sides, decode):
+            side.close()

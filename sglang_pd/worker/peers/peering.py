@@ -277,6 +277,8 @@ class Peering:
         stated = (judged.case.own_epoch, message.peer_manifest_digest)
         if talk.stage is Stage.AGREED or stated != (talk.own_epoch, self.own.digest):
             self.counts["late_replies"] += 1
+            if talk.stage is Stage.CALLING:  # it was not asked anew while this was judged
+                talk.next_send_s = self._now_s
             return
         other = self._speakers.same(judged.manifest)
         if other is not None and other is not talk and not other.source and other.control != message.control:
@@ -415,6 +417,8 @@ class Peering:
         for talk in self._names.all():
             if talk.stage is not Stage.AGREED:
                 talk.ask_anew()
+            if talk.stage is Stage.CALLING:
+                talk.next_send_s = min(talk.next_send_s, self._now_s)
 
     def give_up(self, epoch: int, error: ErrorInfo) -> None:
         """The tables lost that incarnation (silence, say): forget it, and call again where this side is the caller."""
