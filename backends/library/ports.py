@@ -8,6 +8,7 @@ itself (`library.lives`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -78,6 +79,17 @@ class Exposure:
             if self.exposed:
                 lives.keep_ports(ports)
             self._ports = ports
+
+    def leaves(self, ports: frozenset[int]) -> None:
+        """The engine is about to end: nobody of this process may have its ports, if peers know them."""
+        if self.exposed:
+            retire(ports)
+
+    def left(self, ports: frozenset[int]) -> None:
+        """It has ended. Without a descriptor other libraries may listen there; engines do not."""
+        if self.exposed:
+            with contextlib.suppress(OSError):
+                hold(ports)
 
 
 def start_elsewhere(start: Callable[[], T], ports_of: Callable[[T], frozenset[int]], stop: Callable[[T], object]) -> T:

@@ -176,12 +176,11 @@ class Inbound:
             engine, self._engine = self._engine or self._closing, None
             self._closing = engine
             self._failed = BackendError("the backend is closed", where="mooncake")
-        if engine is not None and self._exposure.exposed:
-            ports.retire(engine.ports)
+        if engine is not None:
+            self._exposure.leaves(engine.ports)
         closed = engine is None or engine.stop(CLOSE_WITHIN_S)
-        if engine is not None and self._exposure.exposed:
-            with contextlib.suppress(OSError):  # no descriptor: other libraries may listen there, engines do not
-                ports.hold(engine.ports)
+        if engine is not None:
+            self._exposure.left(engine.ports)
         if closed:
             self._page.release()
         return closed and (thread is None or not thread.is_alive())

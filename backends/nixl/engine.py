@@ -11,7 +11,6 @@ the last sign of life and then every 5 ms; without peers it sleeps until called.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -20,8 +19,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sglang_pd.backends.home import Home, give_back
-from sglang_pd.backends.library import ports
 from sglang_pd.backends.library.blob import SegmentEntry
+from sglang_pd.backends.library.ports import Exposure
 from sglang_pd.backends.library.process import ProcessIdentity, own_identity
 from sglang_pd.backends.nixl.blob import AgentBlob, agent_name
 from sglang_pd.backends.nixl.calls import CALL_S, Bell, Call, nothing
@@ -78,7 +77,7 @@ class Engine:
         """Why the last attempt to rebuild the agent failed; None after one that did not."""
         self._moved = self._seen = self._hinted = self._watched = 0.0
         self.writers = Writers()
-        self._exposure = ports.Exposure()
+        self._exposure = Exposure()
         self._revoked: dict[int, Revocation] = {}
         try:
             self._thread = start_thread(self._run, f"nixl-{epoch:016x}", "nixl")
@@ -460,8 +459,7 @@ class Engine:
         if agent is not None:
             self._closing.append(agent)
             self._agent = self._described = None
-            if self._exposure.exposed:
-                ports.retire(agent.ports)
+            self._exposure.leaves(agent.ports)
             agent.destroy(handles)
         for one in self._closing:
             one.destroy(())
@@ -469,9 +467,8 @@ class Engine:
         if self._closing:
             log.error("nixl's agent was not destroyed; nothing is proven")
             return
-        if agent is not None and self._exposure.exposed:
-            with contextlib.suppress(OSError):  # no descriptor: other libraries may listen there, agents do not
-                ports.hold(agent.ports)
+        if agent is not None:
+            self._exposure.left(agent.ports)
         for link in self._ghosts:
             link.closed()
 

@@ -1,4 +1,4 @@
-"""A prefill of two ranks in one process, whose control can be replaced while the second rank lives on."""
+"""A prefill of two ranks in one process, the second with an endpoint of its own."""
 
 from __future__ import annotations
 
@@ -36,34 +36,20 @@ def setup_of(rank: RankId) -> RankSetup:
 
 
 class TwoRanks:
-    """The prefill, towards the decode of a pair. dead: epochs of ranks that are no more. orders: to the second rank."""
+    """The prefill, towards the decode of a pair. orders: to the second rank."""
 
     def __init__(self, pair: LocalPair) -> None:
-        self.pair, self.dead, self.orders = pair, set[int](), list[Any]()
+        self.pair, self.orders = pair, list[Any]()
         self.said: dict[int, list[str]] = {}
         self.setup = setup_of(RankId(0, 0))
-        self.at = self._control("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=2.0, verify="off", liveness_s=1.0)
+        network = Network(bind="tcp://127.0.0.1:0", ranks_bind="tcp://127.0.0.1:0")
+        self.at = PrefillEndpoint(replace(config, heartbeat_s=0.2), self.setup, network)
         self.second = setup_of(SECOND)
         self.rank = RankEndpoint(self.second, self.at.ranks_address, heartbeat_s=0.1)
         order = self.rank.agent.order
         self.rank.agent.order = lambda one: (self.orders.append(one), order(one))[1]  # type: ignore[method-assign]
         until(lambda: self.at.ready)
-
-    def _control(self, bind: str, ranks_bind: str) -> PrefillEndpoint:
-        config = replace(CONFIG, instance_id="p", topology=TWO, rank_liveness_s=2.0, verify="off", liveness_s=1.0)
-        config = replace(config, heartbeat_s=0.2)
-        return PrefillEndpoint(config, self.setup, Network(bind=bind, ranks_bind=ranks_bind))
-
-    def replace_control(self, *, wait: bool = True) -> None:
-        """Rank (0, 0) dies with its control; another process takes its place, and its addresses."""
-        former = self.setup.backend
-        self.at.close()
-        former.close()
-        self.dead.add(former.epoch)
-        self.setup = setup_of(RankId(0, 0))
-        self.at = self._control(self.at.address, self.at.ranks_address)
-        self.said.clear()
-        until(lambda: self.at.ready or not wait)
 
     def begin(self, room: int) -> int:
         """Both legs of a room."""
