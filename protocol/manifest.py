@@ -270,6 +270,22 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True):
     connect: Annotated[bytes, msgspec.Meta(max_length=2**20)] = b""
 
 
+class Term(msgspec.Struct, frozen=True, array_like=True):
+    """For how many-th of its controls a rank speaks: it may outlive one, and serve the next.
+
+    agent: random, of what counts; 0: nothing is said. number: rises when the rank goes over to another control, which
+    it does once nothing that it wrote for the former ones can land any more. So whoever states a term has ended those
+    before it, however late that is heard.
+    """
+
+    agent: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+
+    def ended(self, other: Term) -> bool:
+        """Whether who states this term writes nothing of `other` any more."""
+        return self.agent > 0 and self.agent == other.agent and self.number > other.number
+
+
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank registers. `epoch` is the random 64-bit identity of its process incarnation."""
 
@@ -278,6 +294,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
     segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=MAX_RANK_SEGMENTS)]
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
     transport: Transport
+    term: Term = Term()
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch < 2**64:  # a decoder cannot state a bound over int64

@@ -33,7 +33,8 @@ HISTORY: tuple[tuple[Version, str], ...] = (
         Version(2, 0),
         "The hash covers the envelope, too: a message cannot turn into one of another type. `Hello.lost` and "
         "`HelloReply.fenced`: a writer that lives is its own fence for what was lost. `HelloReply.control`: "
-        "another one over the same ranks has replaced it.",
+        "another one over the same ranks has replaced it. `RankManifest.term`: a rank that outlives its control "
+        "has ended what it wrote for it.",
     ),
 )
 """Every version, oldest first, with what changed."""

@@ -22,6 +22,7 @@ from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.peers.conversation import Conversation, Self, Stage
 from sglang_pd.worker.peers.link import Caller, Link, Party
 from sglang_pd.worker.peers.peering import Peering
+from sglang_pd.worker.peers.seeking import Seeking
 from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.connections import RankConnections
 from sglang_pd.worker.ranks.orders import (
@@ -37,7 +38,7 @@ from sglang_pd.worker.ranks.orders import (
     Unpair,
     decode_report,
 )
-from sglang_pd.worker.ranks.roster import Ranks, not_paired
+from sglang_pd.worker.ranks.roster import Ranks, not_paired, not_proven
 from sglang_pd.worker.rooms.desk import RoomDesk
 from sglang_pd.worker.rooms.facts import RoomFacts
 from sglang_pd.worker.rooms.pending import PendingOpen, PendingOpens
@@ -74,6 +75,7 @@ class InstanceControl:
         """Whether peers may call here. A decode calls, and tells its memory to nobody else."""
         self.peering: Peering | None = None
         self.desk: RoomDesk | None = None
+        self.seeking = Seeking()
         self._pending = PendingOpens()
         self._calls_before_ready: list[tuple[str, bytes | None]] = []
         self.failed: ErrorInfo | None = None
@@ -97,6 +99,7 @@ class InstanceControl:
             return False  # the former one serves on; once it is silent it is lost, and the instance with it
         known, rebuilt = self.ranks.epoch_of(joined.rank), joined.rebuilt > self.ranks.rebuilt(joined.rank)
         changed = self.ranks.join(joined, reach, remote=remote, now_s=self._clock())
+        self.seeking.owe(joined.rank, joined.owed)
         if self.desk is None or self.peering is None:
             if not self.ranks.missing:
                 self._all_joined()
@@ -105,16 +108,7 @@ class InstanceControl:
         return True
 
     def _own(self) -> Self:
-        config = self.config
-        manifest = InstanceManifest(
-            instance_id=config.instance_id,
-            topology=config.topology,
-            model=config.model,
-            revision=config.revision,
-            max_tokens=config.max_tokens,
-            ranks=self.ranks.manifests,
-        )
-        return Self(manifest, self.epoch, int(config.heartbeat_s * 1000), int(config.liveness_s * 1000))
+        return self.config.introduce(self.ranks.manifests, self.epoch)
 
     def _all_joined(self) -> None:
         try:
@@ -124,7 +118,8 @@ class InstanceControl:
             return
         self.ranks.fault = None
         self.desk = RoomDesk(self.epoch, self, self.ranks.ids, limits=self.config.limits, verify=self.config.verify)
-        self.peering = Peering(own, self.link, self, self.desk.seeking)
+        self.desk.seeking = self.seeking
+        self.peering = Peering(own, self.link, self, self.seeking)
         self.peering.called = self.called
         self.desk.watch = self.watch
         calls, self._calls_before_ready = self._calls_before_ready, []
@@ -227,12 +222,19 @@ class InstanceControl:
         if self.desk is None:
             missing = [str(rank) for rank in self.ranks.missing]
             return RoomError("not all ranks have joined yet", code="peer_unknown", actual=f"missing {missing}")
+        if self.seeking.owed:
+            return not_proven(self.seeking.owed)
         return RoomError("too many rooms wait for their peers", code="queue_full")
+
+    @property
+    def ready(self) -> bool:
+        """True when every rank has joined, and its memory is nobody else's."""
+        return self.desk is not None and self.failed is None and not self.seeking.owed
 
     @property
     def why_not_ready(self) -> str:
         """What keeps rooms from opening here, other than a drain; empty where nothing does."""
-        return str(self._why_stopped().info()) if self.desk is None or self.failed is not None else ""
+        return "" if self.ready else str(self._why_stopped().info())
 
     def _refuse(self, facts: RoomFacts, error: PdError, kind: EventKind = EventKind.FAILED) -> None:
         if not facts.handle:
@@ -256,24 +258,18 @@ class InstanceControl:
             if talk.stage is Stage.AGREED and pending.declined is not None:
                 self.desk.decline(pending.facts.room, talk.epoch, pending.declined, now_s)
                 return True
-            if talk.stage is Stage.AGREED and not self._unpaired(talk):
+            if talk.stage is Stage.AGREED and not talk.unpaired(self.ranks.ids) and not self.seeking.owed:
                 self.desk.open(pending.facts, talk.epoch, now_s)
                 return True
             if talk.stage is Stage.REFUSED and talk.error is not None:
                 raise from_info(talk.error)
         if now_s < pending.deadline_s:
             return False
-        if talk is None:
+        if talk is None or self.seeking.owed:
             raise self._why_stopped()
         if talk.stage is Stage.AGREED:
-            raise not_paired(self._unpaired(talk), pending.address)
+            raise not_paired(talk.unpaired(self.ranks.ids), pending.address)
         raise pending.too_late(talk)
-
-    def _unpaired(self, talk: Conversation) -> list[RankId]:
-        """Own ranks that have not said that they know that peer. One that does not can prove nothing against it later:
-        until then nothing is exposed to it.
-        """
-        return [rank for rank in self.ranks.ids if rank not in talk.paired or talk.paired[rank] is not None]
 
     # --- Outside, for the desk ---------------------------------------------------------------------------------------
 
@@ -313,7 +309,8 @@ class InstanceControl:
             return
         own, peer = self.peering.own.encoded, talk.stated
         prefill, decode = (own, peer) if talk.source else (peer, own)
-        self.ranks.order(Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode), rank)
+        pair = Pair(peer_epoch=talk.epoch, source=talk.source, prefill=prefill, decode=decode, address=talk.address)
+        self.ranks.order(pair, rank)
 
     def lost(self, talk: Conversation, epoch: int, error: ErrorInfo) -> None:
         """See `heard.Heard`."""
@@ -321,15 +318,15 @@ class InstanceControl:
         if self.desk is not None:
             self.desk.lose_peer(epoch, error, self._clock())
             if talk.manifest is not None:
-                self.desk.seeking.lost(epoch, talk.manifest)
-            if self.desk.seeking.open(epoch):
+                self.seeking.lost(epoch, talk.manifest)
+            if self.seeking.open(epoch):
                 return  # a rank that lost the order to seek must not take this one for the end of it
         self.ranks.order(Unpair(peer_epoch=epoch))
         self._keep_met()
 
     def _keep_met(self) -> None:
         if self.desk is not None and self.peering is not None:
-            seeking, talk_with = self.desk.seeking, self.peering.talk_with
+            seeking, talk_with = self.seeking, self.peering.talk_with
             self.ranks.keep_met(lambda epoch: talk_with(epoch) is not None or seeking.open(epoch))
 
     def fenced(self, own_epoch: int) -> bool:
@@ -345,6 +342,11 @@ class InstanceControl:
         """See `heard.Heard`."""
         if self.desk is not None:
             self.desk.fenced_by_peer(epoch, manifest, self._clock())
+
+    def stated(self, manifest: InstanceManifest) -> None:
+        """See `heard.Heard`."""
+        if self.desk is not None:
+            self.desk.stated(manifest)
 
     def refused(self, talk: Conversation) -> None:
         """See `heard.Heard`."""
@@ -465,6 +467,7 @@ class InstanceControl:
         self._try_pending()
         if self.peering is None or self.desk is None:
             return
+        self.peering.ask(self.seeking.owed, now_s)
         for rank in self.ranks.lost(now_s):
             self._fail(f"rank {rank} of this instance is gone", rank)
         for rank in self.ranks.dead():

@@ -205,8 +205,10 @@ class Endpoint:
 
     @property
     def ready(self) -> bool:
-        """True when every rank has joined and the control thread turns."""
-        return self.control.desk is not None and self.control.failed is None and self._loop.alive
+        """True when every rank has joined, no peer of a former control may write into one, and the control thread
+        turns.
+        """
+        return self.control.ready and self._loop.alive
 
     def peers(self) -> list[dict[str, Any]]:
         """State of every peer: instance, stage, epoch, transports, mismatches."""

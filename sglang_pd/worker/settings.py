@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from sglang_pd.protocol.errors import ConfigError, wire_text
-from sglang_pd.protocol.manifest import Topology
+from sglang_pd.protocol.manifest import InstanceManifest, RankManifest, Topology
 from sglang_pd.protocol.room import Limits
+from sglang_pd.worker.peers.conversation import Self
 from sglang_pd.worker.rooms.verification import VerifyMode
 
 MAX_DURATION_S: Final = 4_000_000
@@ -56,3 +57,18 @@ class ControlConfig:
             raise ConfigError(
                 "no such mode", where="verify", expected=", ".join(get_args(VerifyMode)), actual=self.verify
             )
+
+    def introduce(self, ranks: tuple[RankManifest, ...], epoch: int) -> Self:
+        """What the control of that epoch says of its instance, of which these are all the ranks, in order.
+
+        Raises `ManifestError` for ranks that contradict each other.
+        """
+        manifest = InstanceManifest(
+            instance_id=self.instance_id,
+            topology=self.topology,
+            model=self.model,
+            revision=self.revision,
+            max_tokens=self.max_tokens,
+            ranks=ranks,
+        )
+        return Self(manifest, epoch, int(self.heartbeat_s * 1000), int(self.liveness_s * 1000))

@@ -16,10 +16,12 @@ from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import ComponentSpec, RegionSpec, StateSpec
 from sglang_pd.protocol.bind import IndexLists
 from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.worker.events import TERMINAL_EVENTS
 
 IDS = list(range(40))
 PAGE = 16
 KV = ComponentSpec("KV", "tokens", (RegionSpec("k", (0, 1), "float32", 2, (8,)),))
+ENDS = {kind.value for kind in TERMINAL_EVENTS}
 CONFIG = ControlConfig(instance_id="one", model="test", verify="full", peer_wait_s=2.0)
 
 
@@ -52,9 +54,9 @@ class Side:
         return [f"{event.kind.value}:{event.error.code}" if event.error else event.kind.value for event in mine]
 
     def released(self, room: int, timeout_s: float = 10.0) -> list[str]:
-        """The same, once its memory is back."""
+        """The same, once it has ended and its memory is back; which comes first differs."""
         deadline_s = time.monotonic() + timeout_s
-        while "releasable" not in (said := self.of(room)):
+        while "releasable" not in (said := self.of(room)) or not any(one.partition(":")[0] in ENDS for one in said):
             assert time.monotonic() < deadline_s, f"room {room}: {said}, {self.at.stats()}"
             time.sleep(0.01)
         return said

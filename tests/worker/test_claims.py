@@ -34,7 +34,7 @@ def pair() -> Iterator[LocalPair]:
 
 def joined(pair: LocalPair, epoch: int) -> Joined:
     manifest = msgspec.structs.replace(pair.prefill.at.agent.manifest(), epoch=epoch)
-    return Joined(rank=RankId(0, 0), epoch=epoch, manifest=msgspec.msgpack.encode(manifest))
+    return Joined(rank=RankId(0, 0), epoch=epoch, term=manifest.term, manifest=msgspec.msgpack.encode(manifest))
 
 
 @pytest.mark.parametrize(

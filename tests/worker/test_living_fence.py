@@ -13,7 +13,7 @@ from support.local_pair import LocalPair
 from support.worker_pair import wait_until
 
 from sglang_pd.protocol.errors import ErrorInfo
-from sglang_pd.protocol.manifest import InstanceManifest
+from sglang_pd.protocol.manifest import InstanceManifest, Term
 from sglang_pd.worker.ranks.source import SourceSide
 
 
@@ -74,7 +74,7 @@ def test_not_by_the_word_of_some_of_the_writers(pair: LocalPair, monkeypatch: py
 
     def lost_another(epoch: int, manifest: InstanceManifest) -> None:
         lost(epoch, manifest)
-        desk.seeking._writers[epoch] |= {12345}
+        desk.seeking._writers[epoch] |= {12345: Term()}
 
     monkeypatch.setattr(desk.seeking, "lost", lost_another)
     lose_prefill(pair)

@@ -15,7 +15,7 @@ from sglang_pd.memory.layout import Capacity, layout_rank
 from sglang_pd.memory.scope import Scope
 from sglang_pd.memory.spec import StateSpec
 from sglang_pd.protocol.errors import BackendError, ErrorInfo, RoomError
-from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.protocol.manifest import RankId, Term, Topology
 from sglang_pd.worker.control import InstanceControl
 from sglang_pd.worker.peers.conversation import Conversation, Stage
 from sglang_pd.worker.peers.link import Called
@@ -47,13 +47,14 @@ class Deciding:
             all=lambda: [self.talk],
             own=SimpleNamespace(encoded=b"decode"),
         )
-        self.seeking = SimpleNamespace(open=lambda epoch: False, lost=lambda epoch, manifest: None)
+        self.seeking = control.seeking = SimpleNamespace(
+            open=lambda epoch: False, lost=lambda epoch, manifest: None, owed=[]
+        )
         control.desk = SimpleNamespace(
             open=lambda facts, epoch, now_s: self.opened.append(epoch),
             fail_all=lambda cause, now_s: None,
             repeat_orders=lambda rank: None,
             lose_peer=lambda epoch, error, now_s: None,
-            seeking=self.seeking,
         )
         control.ranks.order = lambda order, rank=None: self.ordered.append((order, rank))
         self.pending = PendingOpen(SimpleNamespace(), "tcp://10.0.0.1:1", 5.0)  # type: ignore[arg-type]
@@ -124,6 +125,7 @@ class Proving:
         self.admitted: list[int] = []
         self.asked: list[int] = []
         self.proves, self.refuses = True, False
+        self.capabilities = SimpleNamespace(revoke_within_s=60.0)
 
     def admit(self, epoch: int, blob: bytes) -> None:
         if self.refuses:
@@ -141,7 +143,7 @@ def rank_over(backend: Any, said: list[Any]) -> agents.RankAgent:
     agent._pairings, agent._report, agent.backend = {}, said.append, backend
     agent.destination = DestinationSide(FIRST, backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
     agent.source = SimpleNamespace(begun=False, leave_all=lambda: None, step=lambda: False)  # type: ignore[assignment]
-    agent._next_control, agent._served, agent.control_epoch = 0, 5, 5
+    agent._next_control, agent._served, agent.control_epoch, agent._term = 0, 5, 5, Term(7, 1)
     agent.facts = SimpleNamespace(rank=FIRST)  # type: ignore[assignment]
     agent.join = lambda: said.append("joined")  # type: ignore[method-assign]
     return agent
@@ -184,7 +186,7 @@ def test_a_rank_joins_another_control_only_once_nobody_may_write_to_it() -> None
     agent.step(lambda call: call())
     assert "joined" not in said and not agent.destination.idle
     agent.step(lambda call: call())
-    assert said[-1] == "joined" and agent.control_epoch == 6
+    assert said[-1] == "joined" and agent.control_epoch == 6 and agent._term == Term(7, 2)
 
 
 class TwoRanks:

@@ -13,6 +13,7 @@ from sglang_pd.backends.local import backend as local
 from sglang_pd.protocol.errors import BackendError
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.ranks.destination import DestinationSide, _Writers
+from sglang_pd.worker.ranks.orders import Through
 
 
 @pytest.fixture
@@ -69,13 +70,13 @@ def test_a_writers_own_word_ends_the_search() -> None:
     side.unpair(1)
     side.step()
     assert asked == [11] and side.seeking, "losing the peer is no proof"
-    side.unpair(1, fenced=True)
+    side.through(Through(peer_epoch=1))
     side.step()
     assert asked == [11] and not said and side.seeking, "peers would meet an engine that is on its way out"
     rebuilding = False
     side.step()
     assert asked == [11] and len(said) == 1 and not side.seeking
-    side.unpair(1, fenced=True)
+    side.through(Through(peer_epoch=1))
     assert len(said) == 2, "told again"
 
 

@@ -12,6 +12,7 @@ from support.local_pair import CONFIG, LocalPair
 from support.worker_pair import wait_until
 
 from sglang_pd import PrefillEndpoint
+from sglang_pd.protocol.manifest import Term
 from sglang_pd.worker.peers.seeking import Issued, Seeking
 
 
@@ -80,4 +81,4 @@ def test_who_may_speak_for_lost_writers() -> None:
 
 
 def of_ranks(*epochs: int) -> Any:
-    return SimpleNamespace(ranks=[SimpleNamespace(epoch=epoch) for epoch in epochs])
+    return SimpleNamespace(ranks=[SimpleNamespace(epoch=epoch, term=Term()) for epoch in epochs])

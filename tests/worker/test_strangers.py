@@ -21,7 +21,7 @@ from support.worker_process import WorkerProcess, free_address
 from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.codec import encode
 from sglang_pd.protocol.errors import ErrorInfo
-from sglang_pd.protocol.manifest import RankId, Topology
+from sglang_pd.protocol.manifest import RankId, Term, Topology
 from sglang_pd.worker.control import PEERS
 from sglang_pd.worker.peers.link import MAX_BATCH, MAX_FRAMES_A_TURN, Link
 from sglang_pd.worker.ranks.orders import Alive, Joined
@@ -151,8 +151,8 @@ def test_a_stranger_is_told_to_introduce_itself_and_no_faster_than_the_limit(
 def rank_lies() -> Iterator[bytes]:
     """Reports of ranks that are none."""
     for number in range(50):
-        yield encode_report(Joined(rank=RankId(number, 3), epoch=number, manifest=b"\x80"))
-        yield encode_report(Joined(rank=RankId(0, 0), epoch=number, manifest=os.urandom(40)))
+        yield encode_report(Joined(rank=RankId(number, 3), epoch=number, term=Term(), manifest=b"\x80"))
+        yield encode_report(Joined(rank=RankId(0, 0), epoch=number, term=Term(), manifest=os.urandom(40)))
         yield encode_report(Alive(counters={"x": 1.0}))
 
 

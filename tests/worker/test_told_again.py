@@ -65,7 +65,7 @@ def test_a_rank_that_comes_back_leaves_the_decodes_that_were_lost_meanwhile() ->
 def joined(connect: bytes, rebuilt: int) -> Joined:
     transport = Transport(backend="local", host_memory=True, host_id="h", connect=connect)
     manifest = RankManifest(rank=RANK, epoch=7, segments=(), components=(), transport=transport)
-    return Joined(rank=RANK, epoch=7, incarnation=5, manifest=msgspec.msgpack.encode(manifest), rebuilt=rebuilt)
+    return Joined(rank=RANK, epoch=7, term=manifest.term, manifest=msgspec.msgpack.encode(manifest), rebuilt=rebuilt)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and is repeated by the caller; any may come twice. Who is whom is decided by epo
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -127,6 +128,12 @@ class Conversation:
             "absent": list(self.pairing.absent) if self.pairing and not self.source else [],
             "mismatches": msgspec.to_builtins(self.verdict.mismatches) if self.verdict else [],
         }
+
+    def unpaired(self, ranks: Iterable[RankId]) -> list[RankId]:
+        """Those own ranks that have not said that they know that peer. One that does not can prove nothing against it
+        later: until then nothing is exposed to it.
+        """
+        return [rank for rank in ranks if rank not in self.paired or self.paired[rank] is not None]
 
     def restart(self) -> None:
         """Forget an incarnation and call again, as another one."""

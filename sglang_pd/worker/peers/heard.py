@@ -30,5 +30,8 @@ class Heard(Protocol):
         states none.
         """
 
+    def stated(self, manifest: InstanceManifest) -> None:
+        """Ranks that live state these terms, and so have ended what they wrote in those before."""
+
     def room_message(self, talk: Conversation, message: Message) -> None:
         """A message for the room tables. Raises `RemoteProtocolError` for one that must be refused."""

@@ -43,7 +43,7 @@ from sglang_pd.worker.peers.judge import Case, Judge, Judged
 from sglang_pd.worker.peers.link import Called, Link, Party
 from sglang_pd.worker.peers.names import FORGET_CALL_S, Names
 from sglang_pd.worker.peers.refusals import Refusals
-from sglang_pd.worker.peers.seeking import Issued, Seeking
+from sglang_pd.worker.peers.seeking import Issued, Owed, Seeking
 from sglang_pd.worker.peers.speakers import Speakers
 
 FENCED: Final = "fenced"
@@ -87,6 +87,13 @@ class Peering:
             talk.used_s, talk.wanted = now_s, wanted
             self._names.add(talk)
         return talk
+
+    def ask(self, owed: list[Owed], now_s: float) -> None:
+        """Call these, who alone may know that they write here no more."""
+        for one in owed:
+            with contextlib.suppress(PdError):  # an address that is none, or no socket is left: at the next turn
+                talk = self.call(one.address, None, now_s)
+                talk.left = tuple(dict.fromkeys((*talk.left, one.peer_epoch)))[-MAX_LOST:]
 
     def talk_with(self, epoch: int) -> Conversation | None:
         """The agreed conversation with that incarnation."""
@@ -232,15 +239,8 @@ class Peering:
             raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello", **said)
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
-        """What decode lost and this side is through with: it went by that epoch, and does no more; no room is left. Of
-        another control's epochs it knows nothing, whose ranks may still write.
-        """
         speaking = {talk.own_epoch for talk in self._callers.values()}
-        own = {epoch for epoch in message.lost if epoch in self._issued and epoch not in speaking}
-        return tuple(
-            epoch for epoch in message.lost
-            if Issued.was_through(epoch) or (epoch in own and self._heard.fenced(epoch))
-        )  # fmt: skip
+        return self._issued.fenced(message.lost, speaking, self._heard.fenced)
 
     def leave(self, fenced: Callable[[int], bool]) -> None:
         """See `Issued.leave`."""
@@ -290,6 +290,7 @@ class Peering:
             return
         for epoch in set(message.fenced) & set(talk.left):
             self._heard.fenced_by_peer(epoch, judged.manifest)
+        self._heard.stated(judged.manifest)
         if self._seeking.against(judged.manifest):
             self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
             talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from sglang_pd.protocol.manifest import (
     RankId,
     RankManifest,
     SegmentInfo,
+    Term,
     Transport,
 )
 from sglang_pd.protocol.messages import MAX_RECORD_BYTES
@@ -38,6 +40,7 @@ from sglang_pd.worker.peers.pairings import pairing_of
 from sglang_pd.worker.ranks.destination import DestinationSide
 from sglang_pd.worker.ranks.memory_view import DeviceDigest, RegionReader
 from sglang_pd.worker.ranks.orders import (
+    MAX_OWED,
     AnyOrder,
     AnyReport,
     Begin,
@@ -51,6 +54,7 @@ from sglang_pd.worker.ranks.orders import (
     RoomFault,
     Seek,
     Stop,
+    Through,
     Unpair,
 )
 from sglang_pd.worker.ranks.source import Ready, SourceSide
@@ -68,10 +72,6 @@ class RankFacts:
     components: tuple[Component, ...]
     segments: tuple[Segment, ...]
     host_id: str = ""
-
-
-def _incarnation() -> int:
-    return secrets.randbits(62) + 1
 
 
 class RankAgent:
@@ -93,6 +93,7 @@ class RankAgent:
         self._wake = wake
         self._calls: deque[Callable[[], None]] = deque()
         self._pairings: dict[int, Pairing] = {}
+        self._term = Term(secrets.randbits(62) + 1, 1)
         reader = RegionReader(facts.segments, region_table(self.manifest()), device_digest)
         self.source = SourceSide(facts.rank, backend, report, digest=reader.digest, deadline_s=deadline_s)
         self.destination = DestinationSide(facts.rank, backend, report, digest=reader.digest)
@@ -103,7 +104,8 @@ class RankAgent:
         """The control for which it leaves that one; 0: it stays."""
         self._served = 0
         """The control that it served last; 0: none yet."""
-        self._incarnation = _incarnation()
+        self._leaving_s = 0.0
+        """Since when it leaves."""
         self._rebuilt = 0
         self._described = backend.describe()
 
@@ -133,6 +135,7 @@ class RankAgent:
                 directions=can.directions,
                 connect=self.backend.describe(),
             ),
+            term=self._term,
         )
 
     def join(self) -> None:
@@ -148,17 +151,21 @@ class RankAgent:
             epoch=self.facts.epoch,
             manifest=msgspec.msgpack.encode(stated),
             control_epoch=self.control_epoch,
-            incarnation=self._incarnation,
+            term=self._term,
             process=own_identity(),
             rebuilt=self._rebuilt,
+            owed=self.destination.owed(),
         )
 
     def rejoin(self, control_epoch: int) -> None:
-        """A control that does not know this rank wants it. Another one than before gets it once nothing moves here."""
+        """A control that does not know this rank wants it. Another one than before gets it once it writes nothing more
+        for that one, and has the proofs against its writers, as far as its own backend can give them.
+        """
         if control_epoch == self.control_epoch or (not self.control_epoch and self._idle):
             self._serve(control_epoch)
             return
         if not self._next_control:
+            self._leaving_s = time.monotonic()
             self._pairings.clear()
             self.source.leave_all()
             self.destination.leave_all()
@@ -167,9 +174,9 @@ class RankAgent:
     def _serve(self, control_epoch: int) -> None:
         if self._served not in (0, control_epoch):
             # A control that it left, and that lives, may hold what was agreed with the rank it was: to that one it is
-            # another.
-            self._incarnation = _incarnation()
-        self.control_epoch = self._served = control_epoch
+            # another. To peers this says that nothing of before is written any more.
+            self._term = Term(self._term.agent, self._term.number + 1)
+        self.control_epoch = self._served = self.destination.control_epoch = control_epoch
         self._next_control = 0
         self.join()
 
@@ -179,6 +186,17 @@ class RankAgent:
         is UNKNOWN, none waits behind its event, and no former control has one more made, its peers being forgotten.
         """
         return not self.source.begun and self.destination.idle
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether the next control may have this rank. What is not proven here by then only the writers can say, which
+        that control asks (`Joined.owed`).
+        """
+        if self._idle:
+            return True
+        if self.source.begun or time.monotonic() < self._leaving_s + self.backend.capabilities.revoke_within_s:
+            return False
+        return not self.destination.rebuilding and self.destination.writers <= MAX_OWED
 
     # --- called by the engine's thread -------------------------------------------------------------------------------
 
@@ -233,7 +251,9 @@ class RankAgent:
         elif isinstance(order, Unpair):
             self._pairings.pop(order.peer_epoch, None)
             self.source.unpair(order.peer_epoch)
-            self.destination.unpair(order.peer_epoch, fenced=order.fenced)
+            self.destination.unpair(order.peer_epoch)
+        elif isinstance(order, Through):
+            self.destination.through(order)
         elif isinstance(order, Begin):
             self._begin(order)
         elif isinstance(order, Halt):
@@ -255,7 +275,7 @@ class RankAgent:
     def _refuse(self, order: AnyOrder, info: ErrorInfo) -> None:
         if isinstance(order, Begin):
             self._report(RoomFault(room=order.room, generation=order.generation, handle=order.handle, error=info))
-        elif isinstance(order, Pair | Unpair | Seek):
+        elif isinstance(order, Pair | Unpair | Seek | Through):
             self._report(Paired(peer_epoch=order.peer_epoch, error=info))
         elif isinstance(order, Halt | Forget):
             self._report(RoomFault(room=order.room, generation=order.generation, error=info))
@@ -264,15 +284,17 @@ class RankAgent:
         if order.source and self._next_control:  # of the former control, it was on its way: its rooms must not begin
             raise RoomError("this rank leaves its control", code="draining", where=f"rank {self.facts.rank}")
         pairing = self._pairings[order.peer_epoch] = pairing_of(order.prefill, order.decode)
-        side = self.source if order.source else self.destination
-        side.pair(order.peer_epoch, pairing)
+        if order.source:
+            self.source.pair(order.peer_epoch, pairing)
+        else:
+            self.destination.pair(order.peer_epoch, pairing, order.address)
 
     def _seek(self, order: Seek) -> None:
         self._pairings.pop(order.peer_epoch, None)
         if order.prefill and not self.destination.knows(order.peer_epoch):
             pairing = pairing_of(order.prefill, order.decode)
             try:
-                self.destination.admit(order.peer_epoch, pairing)
+                self.destination.admit(order.peer_epoch, pairing, order.address)
             finally:  # those that the transport does not admit cannot connect
                 self.destination.seek(order.peer_epoch)
         else:
@@ -313,7 +335,7 @@ class RankAgent:
         was_seeking = self.destination.seeking
         guard(self.destination.step)
         flying = self.source.step()
-        if self._next_control and not flying and self._idle:
+        if self._next_control and not flying and self._may_leave:
             self._serve(self._next_control)
         elif self._next_control:
             self.destination.leave_all()  # of its former control an order to pair may have been on its way

@@ -16,7 +16,17 @@ from sglang_pd.protocol.manifest import RankId
 from sglang_pd.protocol.messages import Wrote
 from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.verify import RowDigest, layer_digests
-from sglang_pd.worker.ranks.orders import AnyReport, Begin, Check, Checked, Forget, Paired, Revoked
+from sglang_pd.worker.peers.seeking import Owed
+from sglang_pd.worker.ranks.orders import (
+    AnyReport,
+    Begin,
+    Check,
+    Checked,
+    Forget,
+    Paired,
+    Revoked,
+    Through,
+)
 
 log = logging.getLogger("sglang_pd.worker")
 
@@ -26,13 +36,17 @@ MAX_PROVEN: Final = 65_536
 
 @dataclass(slots=True)
 class _Writers:
-    """A source instance: its pairing, and the epochs of its ranks that may still write here."""
+    """A source instance: its pairing, for which control, where it is called, and the epochs of its ranks that may still
+    write here.
+    """
 
     pairing: Pairing
     seeking: bool = False
-    fenced: bool = False
-    """The peer itself gave the proof; only the transport may still be busy with its own."""
+    control_epoch: int = 0
+    address: str = ""
     open_epochs: set[int] = field(default_factory=set)
+    through: set[int] = field(default_factory=set)
+    """Those of them that gave the proof themselves; only the transport may still be busy with its own."""
 
 
 class DestinationSide:
@@ -45,33 +59,41 @@ class DestinationSide:
         self._backend = backend
         self._report = report
         self._digest = digest
+        self.control_epoch = 0
+        """Of the control that this rank serves; 0: one in its own process, or none yet."""
         self._writers: dict[int, _Writers] = {}
         self._proven: OrderedDict[int, None] = OrderedDict()
         self._rooms: dict[tuple[int, int], tuple[Begin, RoomIndices]] = {}
 
-    def pair(self, peer_epoch: int, pairing: Pairing) -> None:
-        """Meet an accepted source instance. Answered by `Paired`."""
-        self.admit(peer_epoch, pairing)
+    def pair(self, peer_epoch: int, pairing: Pairing, address: str = "") -> None:
+        """Meet an accepted source instance, which is called at that address. Answered by `Paired`."""
+        self.admit(peer_epoch, pairing, address)
         self._report(Paired(peer_epoch=peer_epoch))
 
-    def admit(self, peer_epoch: int, pairing: Pairing) -> None:
+    def admit(self, peer_epoch: int, pairing: Pairing, address: str = "") -> None:
         """Remember which ranks of a source instance write here; they connect to this rank."""
         writers = [src for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves]
-        self._writers[peer_epoch] = _Writers(pairing, open_epochs={src.epoch for src in writers})
+        epochs = {src.epoch for src in writers}
+        self._writers[peer_epoch] = _Writers(
+            pairing, control_epoch=self.control_epoch, address=address, open_epochs=epochs
+        )
         for src in writers:
             self._backend.admit(src.epoch, src.transport.connect)  # it may die before it ever connects
 
-    def unpair(self, peer_epoch: int, *, fenced: bool = False) -> None:
-        """Forget a source instance, unless its fence is still sought. fenced: it was proven otherwise; answered by
-        `Revoked` once the transport can be met.
-        """
+    def unpair(self, peer_epoch: int) -> None:
+        """Forget a source instance, unless its fence is still sought."""
         writers = self._writers.get(peer_epoch)
-        if fenced and writers is not None:
-            writers.seeking = writers.fenced = True
-        elif fenced:
-            self._report(Revoked(peer_epoch=peer_epoch))
-        elif writers is not None and not writers.seeking:
+        if writers is not None and not writers.seeking:
             del self._writers[peer_epoch]
+
+    def through(self, order: Through) -> None:
+        """See `Through`."""
+        writers = self._writers.get(order.peer_epoch)
+        if writers is not None:
+            writers.seeking = True
+            writers.through |= set(order.writers) if order.writers else writers.open_epochs
+        elif not order.writers or order.peer_epoch in self._proven:
+            self._report(Revoked(peer_epoch=order.peer_epoch))
 
     def _prove(self, peer_epoch: int) -> None:
         del self._writers[peer_epoch]
@@ -105,6 +127,24 @@ class DestinationSide:
         """
         return not self._writers
 
+    @property
+    def writers(self) -> int:
+        """Source instances that may write here."""
+        return len(self._writers)
+
+    def owed(self) -> tuple[Owed, ...]:
+        """See `Joined.owed`."""
+        former = [(e, writers) for e, writers in self._writers.items() if writers.control_epoch != self.control_epoch]
+        return tuple(
+            Owed(
+                peer_epoch=peer_epoch,
+                address=writers.address,
+                instance=writers.pairing.prefill.instance_id,
+                writers={rank.epoch: rank.term for rank in writers.pairing.prefill.ranks},
+            )
+            for peer_epoch, writers in former
+        )
+
     def knows(self, peer_epoch: int) -> bool:
         """Whether this rank was told of that instance: its writers may have connected all the same."""
         return peer_epoch in self._writers or peer_epoch in self._proven
@@ -134,9 +174,9 @@ class DestinationSide:
         """
         raised: Exception | None = None
         for peer_epoch, writers in list(self._writers.items()):
-            if writers.fenced and not self._rebuilding():
-                writers.open_epochs.clear()
-            for epoch in sorted(writers.open_epochs) if writers.seeking and not writers.fenced else ():
+            if writers.through and not self.rebuilding:
+                writers.open_epochs -= writers.through
+            for epoch in sorted(writers.open_epochs - writers.through) if writers.seeking else ():
                 try:
                     if self._backend.revoke(epoch):
                         writers.open_epochs.discard(epoch)
@@ -148,7 +188,8 @@ class DestinationSide:
         if raised is not None:
             raise raised
 
-    def _rebuilding(self) -> bool:
+    @property
+    def rebuilding(self) -> bool:
         """Whether the transport is in the middle of a proof that costs it its engine."""
         try:
             self._backend.describe()

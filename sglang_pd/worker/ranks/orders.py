@@ -13,14 +13,18 @@ import msgspec
 from sglang_pd.backends.library.process import ProcessIdentity
 from sglang_pd.protocol.errors import ErrorInfo
 from sglang_pd.protocol.indices import IndexList
-from sglang_pd.protocol.manifest import RankId
+from sglang_pd.protocol.manifest import RankId, Term
+from sglang_pd.protocol.manifest_size import MAX_RANKS
 from sglang_pd.protocol.messages import Wrote
+from sglang_pd.worker.peers.seeking import Owed
 
 MAX_MANIFEST_BYTES = 24 * 2**20
 Manifest = Annotated[bytes, msgspec.Meta(max_length=MAX_MANIFEST_BYTES)]
 Epoch = Annotated[int, msgspec.Meta(ge=0)]
 RoomId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Lists = Annotated[tuple[IndexList, ...], msgspec.Meta(max_length=64)]
+Address = Annotated[str, msgspec.Meta(max_length=512)]
+MAX_OWED = 4_096
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,20 +34,30 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Pair(Order, frozen=True, kw_only=True):
     """Meet an accepted peer instance. source: this side writes; connect to the ranks it has bytes for.
 
-    prefill, decode: msgpack of both `InstanceManifest`s. Answered by `Paired`.
+    prefill, decode: msgpack of both `InstanceManifest`s. address: at which the peer is called; empty for one that
+    calls. Answered by `Paired`.
     """
 
     peer_epoch: Epoch
     source: bool
     prefill: Manifest
     decode: Manifest
+    address: Address = ""
 
 
 class Unpair(Order, frozen=True, kw_only=True):
-    """Forget a peer instance and disconnect from its ranks. fenced: its own word proves what was sought."""
+    """Forget a peer instance and disconnect from its ranks."""
 
     peer_epoch: Epoch
-    fenced: bool = False
+
+
+class Through(Order, frozen=True, kw_only=True):
+    """Destination: these writers of a lost peer, by their epochs, said themselves that they write no more as that peer;
+    none: all of them. Answered by `Revoked` once all have their proof and the transport can be met.
+    """
+
+    peer_epoch: Epoch
+    writers: Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
 
 class Begin(Order, frozen=True, kw_only=True):
@@ -90,12 +104,13 @@ class Live(Order, frozen=True, kw_only=True):
 class Seek(Order, frozen=True, kw_only=True):
     """Destination: seek proof that nothing of that peer's ranks lands here any more. Answered by `Revoked`.
 
-    prefill, decode: as in `Pair`, for a rank that missed it; empty where nobody was ever told.
+    prefill, decode, address: as in `Pair`, for a rank that missed it; empty where nobody was ever told.
     """
 
     peer_epoch: Epoch
     prefill: Manifest = b""
     decode: Manifest = b""
+    address: Address = ""
 
 
 class Check(Order, frozen=True, kw_only=True):
@@ -129,7 +144,7 @@ class Stop(Order, frozen=True, kw_only=True):
     """The instance ends: close the backend and end the process or thread."""
 
 
-AnyOrder = Pair | Unpair | Begin | Halt | Forget | Live | Seek | Check | Rejoin | Welcome | Stop
+AnyOrder = Pair | Unpair | Through | Begin | Halt | Forget | Live | Seek | Check | Rejoin | Welcome | Stop
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -139,12 +154,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Joined(Report, frozen=True, kw_only=True):
     """A rank is there, with its `RankManifest` in msgpack. Sent at start, when a control comes back, and with a changed
     manifest (a backend that had to be rebuilt). control_epoch: the control that asked for it (`Rejoin`), and has the
-    rank from then on, nothing of another one's rooms being under way; 0: none has asked. Void at any other control.
+    rank from then on; 0: none has asked. Void at any other control. This rank writes nothing for a former control any
+    more. owed: those who may still write into it for one; until the last of them is proven to have ended (`Revoked`, or
+    another `Joined` without it) no room may have this rank's memory.
     """
 
     control_epoch: Epoch = 0
-    incarnation: RoomId = 0
-    """Of the rank's agent, random: another one over the same transport knows nothing of what the former one wrote."""
+    term: Term
+    """As in the manifest. Another agent over the same transport knows nothing of what the former one wrote."""
+    owed: Annotated[tuple[Owed, ...], msgspec.Meta(max_length=MAX_OWED)] = ()
     process: ProcessIdentity | None = None
     """Of a rank in another process, so that its death can be proven on one host."""
     rebuilt: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -209,7 +227,7 @@ class Fenced(Report, frozen=True, kw_only=True):
 
 
 class Revoked(Report, frozen=True, kw_only=True):
-    """Answer to `Seek`: nothing of the peer lands here any more."""
+    """Answer to `Seek` and `Through`: nothing of the peer lands here any more."""
 
     peer_epoch: Epoch
 

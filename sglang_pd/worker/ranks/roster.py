@@ -11,6 +11,7 @@ import msgspec
 from sglang_pd.backends.library.process import Watch as Process
 from sglang_pd.protocol.errors import ErrorInfo, ManifestError, RoomError
 from sglang_pd.protocol.manifest import RankId, RankManifest, Topology
+from sglang_pd.worker.peers.seeking import Owed
 from sglang_pd.worker.ranks.orders import AnyOrder, Joined, Pair, Seek
 
 log = logging.getLogger("sglang_pd.worker")
@@ -29,7 +30,6 @@ class _Rank:
     remote: bool
     process: Process | None
     """Of a rank in another process."""
-    incarnation: int
     rebuilt: int
 
 
@@ -56,13 +56,13 @@ class Ranks:
         if report.rank not in self._want:
             raise ManifestError("no such rank in this instance", where=str(report.rank), expected=len(self._want))
         manifest = msgspec.msgpack.decode(report.manifest, type=RankManifest)
-        if (manifest.rank, manifest.epoch) != (report.rank, report.epoch):
+        if (manifest.rank, manifest.epoch, manifest.term) != (report.rank, report.epoch, report.term):
             raise ManifestError(
                 "a rank sent another rank's manifest", where=str(report.rank), actual=str(manifest.rank)
             )
         before = self._ranks.get(report.rank)
         process = Process(report.process) if remote else None
-        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.incarnation, report.rebuilt)
+        self._ranks[report.rank] = _Rank(manifest, reach, now_s, remote, process, report.rebuilt)
         return before is None or before.manifest != manifest
 
     def disagree(self, error: ManifestError, now_s: float) -> None:
@@ -80,7 +80,7 @@ class Ranks:
         instance has been complete; before that nothing was written, and a silent one may be replaced.
         """
         holder = self._ranks.get(report.rank) or self._lost.get(report.rank)
-        if holder is None or (holder.manifest.epoch, holder.incarnation) == (report.epoch, report.incarnation):
+        if holder is None or (holder.manifest.epoch, holder.manifest.term) == (report.epoch, report.term):
             return ""
         refused = f"rank {report.rank} is in the control's own process"
         if holder.remote:
@@ -145,7 +145,7 @@ class Ranks:
         if isinstance(order, Pair) and not order.source:
             self._met[order.peer_epoch] = order
         elif isinstance(order, Seek) and (met := self._met.get(order.peer_epoch)) is not None:
-            order = msgspec.structs.replace(order, prefill=met.prefill, decode=met.decode)
+            order = msgspec.structs.replace(order, prefill=met.prefill, decode=met.decode, address=met.address)
         for target in self._want if rank is None else (rank,):
             entry = self._ranks.get(target)
             if entry is not None:
@@ -177,4 +177,16 @@ def not_paired(ranks: list[RankId], address: str) -> RoomError:
         expected="an answer of every rank",
         actual=f"none of {', '.join(map(str, ranks))}",
         hint="Does each of these ranks run, and is its connection to its control whole?",
+    )
+
+
+def not_proven(owed: list[Owed]) -> RoomError:
+    """Why no room is opened though every rank has joined."""
+    return RoomError(
+        "an own rank came from a control that is gone, and its memory may still be written for that one",
+        code="peer_unknown",
+        where=", ".join(f"{one.instance} at {one.address or 'an unknown address'}" for one in owed[:8]),
+        expected="their word that they write there no more, or the end of their processes",
+        actual=f"{len(owed)} that have not said so",
+        hint="Is each of them reachable from here? If it is not coming back, end its processes.",
     )

@@ -58,7 +58,7 @@ from sglang_pd.worker.ranks.orders import (
     Revoked,
     RoomFault,
     Seek,
-    Unpair,
+    Through,
     WroteRange,
 )
 from sglang_pd.worker.rooms.claims import Claims
@@ -260,7 +260,12 @@ class RoomDesk:
             self.seeking.settle(peer_epoch, self._ranks)
             for rank in self._ranks:
                 self._prove(peer_epoch, rank)
-            self._outside.order(Unpair(peer_epoch=peer_epoch, fenced=True))
+            self._outside.order(Through(peer_epoch=peer_epoch))
+
+    def stated(self, manifest: InstanceManifest) -> None:
+        """Ranks of lost peers state that they write no more as those."""
+        for epoch, writers in self.seeking.ended_by(manifest).items():
+            self._outside.order(Through(peer_epoch=epoch, writers=writers))
 
     def _fault(self, report: RoomFault) -> None:
         if report.generation:
@@ -301,7 +306,7 @@ class RoomDesk:
         for epoch in self.seeking.open_at(rank):
             self._outside.order(Seek(peer_epoch=epoch), rank)
         for epoch in self.seeking.settling_at(rank):
-            self._outside.order(Unpair(peer_epoch=epoch, fenced=True), rank)
+            self._outside.order(Through(peer_epoch=epoch), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
         # One that is lost is left: an order to leave it may be among those that are gone.
         peers = {*(e for e, peer in self.prefill.peers.items() if peer.lost is None), *self.decode.peers}
