@@ -168,12 +168,14 @@ class Refusal(Message, frozen=True, kw_only=True):
     """A message was refused: the answer to one that is malformed, unknown or out of place. Never answered itself.
 
     refused_type: type number of the refused message. room, generation: those it named; 0: none could be read.
+    fenced: to a `Hello`, as in `HelloReply`, from a prefill that meets nobody any more.
     """
 
     error: ErrorInfo
     refused_type: U16
     room: U63 = 0
     generation: U63 = 0
+    fenced: Epochs = ()
 
 
 # --- rooms -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ SAMPLES: dict[str, Message] = {
     "hello_confirm": HelloConfirm(
         manifest_digest=2**64 - 1, peer_manifest_digest=1, verdict=Verdict(accepted=True), plan_digest=77
     ),
-    "refusal": Refusal(error=ERROR, refused_type=16, room=ROOM, generation=GENERATION),
+    "refusal": Refusal(error=ERROR, refused_type=16, room=ROOM, generation=GENERATION, fenced=(EPOCH,)),
     "room_open": RoomOpen(
         room=ROOM,
         generation=GENERATION,

@@ -81,7 +81,8 @@ class Conversation:
     address: where this side calls, empty for callers. server_key: the CURVE key it was given to call there. aliases:
     other addresses at which the same instance answered. wanted: keep calling it, rooms or not. paired: what the own
     ranks said of their connections. left: epochs of the peer that this side lost, and against which it seeks proof.
-    control: which control of that instance answered (`HelloReply.control`).
+    control: which control of that instance answered (`HelloReply.control`). asked: when `own_epoch` was new, see
+    `Speakers.changes`.
     """
 
     party: Party
@@ -111,6 +112,7 @@ class Conversation:
     transports: set[str] = field(default_factory=set)
     left: tuple[int, ...] = ()
     control: int = 0
+    asked: int = 0
 
     def describe(self) -> dict[str, Any]:
         """Its state as plain data."""
@@ -135,16 +137,16 @@ class Conversation:
         """
         return [rank for rank in ranks if rank not in self.paired or self.paired[rank] is not None]
 
-    def restart(self) -> None:
+    def restart(self, asked: int) -> None:
         """Forget an incarnation and call again, as another one."""
         self.stage, self.epoch, self.error, self.pairing = Stage.CALLING, 0, None, None
         self.incarnation, self.stated, self.held = 0, b"", None
-        self.own_epoch = new_epoch()
+        self.own_epoch, self.asked = new_epoch(), asked
         self.paired, self.next_send_s = {}, NOW_S
 
-    def ask_anew(self) -> None:
+    def ask_anew(self, asked: int) -> None:
         """What was asked so far, and is not answered, is asked as another one: an answer to that is of before."""
-        self.own_epoch, self.held = new_epoch(), None
+        self.own_epoch, self.asked, self.held = new_epoch(), asked, None
 
 
 def hello(own: Self, lost: tuple[int, ...] = ()) -> Hello:

@@ -42,12 +42,10 @@ from sglang_pd.worker.peers.heard import Heard
 from sglang_pd.worker.peers.judge import Case, Judge, Judged
 from sglang_pd.worker.peers.link import Called, Link, Party
 from sglang_pd.worker.peers.names import FORGET_CALL_S, Names
-from sglang_pd.worker.peers.refusals import Refusals
+from sglang_pd.worker.peers.refusals import Refusals, Stopping
 from sglang_pd.worker.peers.seeking import Issued, Owed, Seeking
 from sglang_pd.worker.peers.speakers import Speakers
 
-FENCED: Final = "fenced"
-"""Where a refusal's details have `HelloReply.fenced`: 16 hexadecimal digits each, spaces between."""
 RETRY_REFUSED_S: Final = 2.0
 """How often a caller says Hello again to a peer that refused: it may have been replaced."""
 
@@ -84,7 +82,7 @@ class Peering:
         if talk is None:
             party = self._link.call(address, server_key)
             talk = Conversation(party, source=False, address=address, server_key=server_key)
-            talk.used_s, talk.wanted = now_s, wanted
+            talk.used_s, talk.wanted, talk.asked = now_s, wanted, self._speakers.changes
             self._names.add(talk)
         return talk
 
@@ -234,9 +232,7 @@ class Peering:
         last, and nobody else can say it.
         """
         if self.draining:
-            fenced = " ".join(f"{epoch:016x}" for epoch in self._fenced(message))
-            said = {FENCED: fenced} if fenced else {}
-            raise RemoteProtocolError("the instance is stopping", code="draining", where="Hello", **said)
+            raise Stopping(self._fenced(message))
 
     def _fenced(self, message: Hello) -> tuple[int, ...]:
         speaking = {talk.own_epoch for talk in self._callers.values()}
@@ -280,11 +276,15 @@ class Peering:
             if talk.stage is Stage.CALLING:  # it was not asked anew while this was judged
                 talk.next_send_s = self._now_s
             return
+        if self._speakers.changed(judged.manifest, talk.asked):
+            self.counts["late_replies"] += 1
+            self._ask_anew(talk)
+            return
         other = self._speakers.same(judged.manifest)
         if other is not None and other is not talk and not other.source and other.control != message.control:
             # One control at a time has these ranks: this one, asked since the other agreed, has replaced it.
             self._drop(other, ErrorInfo(code="peer_lost", message="another control answers for the same ranks"))
-            talk.next_send_s = self._now_s  # that one's end has it asked anew
+            self._ask_anew(talk)
             return
         if self._merged(talk, self._speakers.same(judged.manifest)):
             return
@@ -322,7 +322,7 @@ class Peering:
         self.own = own
         for talk in self._names.all():
             if talk.stage is not Stage.AGREED:
-                talk.restart()
+                talk.restart(self._speakers.changes)
 
     def begin_anew(self, own: Self, error: ErrorInfo) -> None:
         """This side states something new of itself, and what it received as before is void: all that it calls are lost,
@@ -348,7 +348,6 @@ class Peering:
             raise RemoteProtocolError("that incarnation talks to us already", code="epoch_stale", actual=talk.epoch)
         self._by_epoch[talk.epoch] = talk
         self._speakers.add(talk)
-        self._ask_anew()
         self._heard.agreed(talk)
 
     def _on_refusal(self, talk: Conversation, message: Refusal, now_s: float) -> None:
@@ -360,8 +359,7 @@ class Peering:
             self._merged(talk, self._names.speaking_as(message.error.details.get("conversation", "")))
         elif talk.stage is Stage.CALLING and message.error.code != "peer_unknown":
             talk.error = message.error
-            said = message.error.details.get(FENCED, "").split() if message.error.code == "draining" else []
-            for epoch in [epoch for epoch in talk.left if f"{epoch:016x}" in said]:
+            for epoch in set(message.fenced) & set(talk.left):
                 self._heard.fenced_by_peer(epoch, None)
             if message.error.code not in ("draining", "internal"):
                 talk.stage = Stage.REFUSED
@@ -403,23 +401,19 @@ class Peering:
         if talk.address:
             self._names.part(talk)
             talk.left = (*talk.left, epoch)[-MAX_LOST:] if agreed else talk.left
-            talk.restart()
+            talk.restart(self._speakers.changes)
         else:
             talk.stage = Stage.LOST
             self._callers.pop(talk.party, None)
         if agreed:
-            self._ask_anew()
             self._heard.lost(talk, epoch, error)
 
-    def _ask_anew(self) -> None:
-        """Who has which ranks has changed: an answer to what was asked before may come from a control that has them no
-        more, long after, and would be taken for that of a newer one.
+    def _ask_anew(self, talk: Conversation) -> None:
+        """Who has these ranks has changed since it was asked: the answer may come from a control that has them no more,
+        long after, and would be taken for that of a newer one.
         """
-        for talk in self._names.all():
-            if talk.stage is not Stage.AGREED:
-                talk.ask_anew()
-            if talk.stage is Stage.CALLING:
-                talk.next_send_s = min(talk.next_send_s, self._now_s)
+        talk.ask_anew(self._speakers.changes)
+        talk.next_send_s = self._now_s
 
     def give_up(self, epoch: int, error: ErrorInfo) -> None:
         """The tables lost that incarnation (silence, say): forget it, and call again where this side is the caller."""

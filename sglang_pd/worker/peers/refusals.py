@@ -11,6 +11,16 @@ from sglang_pd.protocol.messages import Message, Refusal, RoomMessage
 REFUSALS_PER_S: Final = 200
 
 
+class Stopping(RemoteProtocolError):
+    """This side meets nobody any more. fenced: as in `Refusal`."""
+
+    default_code = "draining"
+
+    def __init__(self, fenced: tuple[int, ...]) -> None:
+        super().__init__("the instance is stopping", where="Hello")
+        self.fenced = fenced
+
+
 class Refusals:
     """The refusals of one control."""
 
@@ -34,4 +44,5 @@ class Refusals:
             refused_type=received.header.type if received else type_number(kind) if kind else 0,
             room=room.room if room else 0,
             generation=room.generation if room else 0,
+            fenced=error.fenced if isinstance(error, Stopping) else (),
         )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Final
+
 from sglang_pd.protocol.errors import RemoteProtocolError
 from sglang_pd.protocol.manifest import InstanceManifest
 from sglang_pd.worker.peers.conversation import Conversation
+
+MAX_CHANGED: Final = 65_536
+"""Ranks of which is kept when their conversation last changed."""
 
 
 class Speakers:
@@ -12,17 +18,37 @@ class Speakers:
 
     def __init__(self) -> None:
         self._by_rank: dict[int, Conversation] = {}
+        self.changes = 0
+        """How often a conversation got or gave up its ranks: the time by which `changed` goes."""
+        self._changed: OrderedDict[int, int] = OrderedDict()
+        self._forgotten = 0
+        """The latest change that is not in there any more."""
 
     def add(self, talk: Conversation) -> None:
         """It was agreed, or goes on with another manifest."""
-        for rank in talk.manifest.ranks if talk.manifest is not None else ():
-            self._by_rank[rank.epoch] = talk
+        ranks = _epochs(talk.manifest) if talk.manifest is not None else []
+        self._by_rank.update(dict.fromkeys(ranks, talk))
+        self._note(ranks)
 
     def remove(self, talk: Conversation) -> None:
         """It is over, or about to go on with another manifest."""
-        for rank in talk.manifest.ranks if talk.manifest is not None else ():
-            if self._by_rank.get(rank.epoch) is talk:
-                del self._by_rank[rank.epoch]
+        ranks = _epochs(talk.manifest) if talk.manifest is not None else []
+        had = [epoch for epoch in ranks if self._by_rank.get(epoch) is talk]
+        for epoch in had:
+            del self._by_rank[epoch]
+        self._note(had)
+
+    def _note(self, ranks: list[int]) -> None:
+        self.changes += 1
+        for epoch in ranks:
+            self._changed[epoch] = self.changes
+            self._changed.move_to_end(epoch)
+        while len(self._changed) > MAX_CHANGED:
+            self._forgotten = self._changed.popitem(last=False)[1]
+
+    def changed(self, manifest: InstanceManifest, since: int) -> bool:
+        """Whether one of these ranks got or lost its conversation after that many `changes`."""
+        return any(self._changed.get(rank.epoch, self._forgotten) > since for rank in manifest.ranks)
 
     def same(self, manifest: InstanceManifest) -> Conversation | None:
         """The conversation of exactly these ranks."""
