@@ -17,13 +17,13 @@ import fcntl
 import os
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from sglang_pd.backends.library.boot import since_boot_s
 from sglang_pd.backends.library.process import own_identity, pid_namespace
 from sglang_pd.backends.shortage import is_shortage, no_descriptor
 from sglang_pd.protocol.errors import BackendUnavailable
@@ -42,8 +42,9 @@ _MAX_BYTES = 1 << 20
 class Life(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one process was known by. pids: with the PID namespace of each.
 
-    ended: boot id and seconds since that boot at which it was found to have ended; None before. A file has one of these
-    a line, each adding to those before it, so that a write that fails half way takes nothing away.
+    ended: boot id and seconds since that boot, as the host counts, at which it was found to have ended; None before. A
+    file has one of these a line, each adding to those before it, so that a write that fails half way takes nothing
+    away.
     """
 
     ports: tuple[int, ...] = ()
@@ -216,10 +217,12 @@ def _look(path: Path) -> Life | None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others look at the same time
         except BlockingIOError:
             return life  # it lives
-        now = own_identity().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
-        if life.ended is None or life.ended[0] != now[0]:
-            _append(file, Life(ended=now))
-        elif now[1] - life.ended[1] > HOLD_S:
+        boot_id, now_s = own_identity().boot_id, since_boot_s()
+        if not boot_id or now_s is None:
+            return life  # who cannot tell the time ends no hold
+        if life.ended is None or life.ended[0] != boot_id:
+            _append(file, Life(ended=(boot_id, now_s)))
+        elif now_s - life.ended[1] > HOLD_S:
             os.unlink(path)
             return None
         return life

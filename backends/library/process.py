@@ -13,12 +13,15 @@ from pathlib import Path
 
 import msgspec
 
+from sglang_pd.backends.library.boot import TICK_NS, shift_ns
+
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process, by facts that no other process of any host has.
 
     boot_id: of the kernel that runs it. pid_namespace: inode of its PID namespace. pid: in that namespace.
-    start_ticks: when it started, in clock ticks since boot (a reused pid has another). Unread facts: "", 0, -1.
+    start_ticks: when it started, in clock ticks since the host's boot (a reused pid has another). Unread facts: "", 0,
+    -1.
     """
 
     boot_id: str
@@ -36,7 +39,8 @@ _own: ProcessIdentity | None = None
 
 
 def own_identity() -> ProcessIdentity:
-    """This process, read once; a fork is another one. Without /proc the facts are unknown, see `ProcessIdentity.known`.
+    """This process, read once; a fork is another one. Without /proc, or in a time namespace of which too little can be
+    read, the facts are unknown, see `ProcessIdentity.known`.
 
     Raises `OSError` where /proc is there and cannot be read (no descriptor is free): stated wrongly, this process would
     be taken for a dead one.
@@ -58,6 +62,8 @@ def _read_own() -> ProcessIdentity:
         namespace = os.stat("/proc/self/ns/pid").st_ino
         ticks = _ticks_in(Path("/proc/self/stat").read_bytes())
     except (FileNotFoundError, PermissionError):
+        boot_id, namespace, ticks = "", 0, None
+    if ticks is None:
         return ProcessIdentity("", 0, os.getpid(), -1)
     return ProcessIdentity(boot_id, namespace, os.getpid(), ticks)
 
@@ -81,9 +87,11 @@ def _start_ticks(pid: int) -> int | None:
         return None
 
 
-def _ticks_in(stat: bytes) -> int:
+def _ticks_in(stat: bytes) -> int | None:
+    """In the host's terms; None where those are not known (`boot`)."""
+    shift = shift_ns()
     # The second field is the program's name in brackets and may hold anything, brackets included.
-    return int(stat.rpartition(b")")[2].split()[19])
+    return None if shift is None else int(stat.rpartition(b")")[2].split()[19]) - shift // TICK_NS
 
 
 def same_host(identity: ProcessIdentity) -> bool:

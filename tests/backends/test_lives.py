@@ -69,7 +69,7 @@ def test_who_looks_at_the_same_time_sees_the_same(folder: Path) -> None:
 def test_what_is_long_over_is_forgotten_and_no_sooner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(20_001)
     now = 1000.0
-    monkeypatch.setattr(module.time, "clock_gettime", lambda clock: now)
+    monkeypatch.setattr(module, "since_boot_s", lambda: now)
     assert Lives().former_ports() == {20_001}, "whoever finds it first starts the clock"
     now += module.HOLD_S - 1
     assert Lives().former_ports() == {20_001}
@@ -88,7 +88,7 @@ def test_another_boot_starts_the_clock_anew(folder: Path, monkeypatch: pytest.Mo
     (path,) = folder.iterdir()
     with open(path, "ab") as file:
         file.write(b'\n{"ended": ["another boot", 5.0]}')
-    monkeypatch.setattr(module.time, "clock_gettime", lambda clock: 10.0 + module.HOLD_S)
+    monkeypatch.setattr(module, "since_boot_s", lambda: 10.0 + module.HOLD_S)
     assert Lives().former_ports() == Lives().former_ports() == {20_001}
 
 
