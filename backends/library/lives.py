@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_pd.backends.library.boot import since_boot_s
-from sglang_pd.backends.library.process import own_identity, pid_namespace
+from sglang_pd.backends.library.process import foreign_proc, own_identity, pid_namespace
 from sglang_pd.backends.shortage import is_shortage, no_descriptor
 from sglang_pd.protocol.errors import BackendUnavailable
 
@@ -101,7 +101,15 @@ class Lives:
         return any(own & {*life.pids} for life in self.others())
 
     def check_pid(self, where: str) -> None:
-        """Raise `BackendUnavailable` if `had_this_pid`."""
+        """Raise `BackendUnavailable` if `had_this_pid`, or where that cannot be told."""
+        if shown := foreign_proc():
+            raise BackendUnavailable(
+                "/proc is of another PID namespace, so nothing can be known of any process here",
+                where=where,
+                expected=f"this process there as {os.getpid()}",
+                actual=shown,
+                hint="Mount /proc in this namespace (`unshare --mount-proc`, or a container's own)",
+            )
         if self.had_this_pid():
             raise BackendUnavailable(
                 "this process was given the id of a worker that has ended, into which peers may still copy by that id",

@@ -39,8 +39,8 @@ _own: ProcessIdentity | None = None
 
 
 def own_identity() -> ProcessIdentity:
-    """This process, read once; a fork is another one. Without /proc, or in a time namespace of which too little can be
-    read, the facts are unknown, see `ProcessIdentity.known`.
+    """This process, read once; a fork is another one. Without a /proc of its own PID namespace, or in a time namespace
+    of which too little can be read, the facts are unknown, see `ProcessIdentity.known`.
 
     Raises `OSError` where /proc is there and cannot be read (no descriptor is free): stated wrongly, this process would
     be taken for a dead one.
@@ -56,7 +56,21 @@ def _forget_own() -> None:
     _own = None
 
 
+def foreign_proc() -> str:
+    """By which number /proc knows this process, where that is another namespace's than its own; empty otherwise.
+
+    What it says of other processes is of others than those that this one knows by these numbers.
+    """
+    try:
+        shown = os.readlink("/proc/self")
+    except (FileNotFoundError, PermissionError):
+        return ""
+    return shown if shown != str(os.getpid()) else ""
+
+
 def _read_own() -> ProcessIdentity:
+    if foreign_proc():
+        return ProcessIdentity("", 0, os.getpid(), -1)
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino

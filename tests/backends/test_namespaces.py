@@ -1,4 +1,4 @@
-"""Two processes of one host that are shown different times: who they are, and what they leave, is the same."""
+"""Processes of one host in namespaces of their own: who they are, and what they leave, is the same for all."""
 
 from __future__ import annotations
 
@@ -69,20 +69,22 @@ def test_where_the_time_is_not_known_nobody_is_dead_and_no_hold_ends(
         process._forget_own()
 
 
-def in_another_time(code: str) -> str:
-    """What `code` prints in a time namespace that is shown a later time."""
-    command = ["unshare", "-T", "--boottime", str(LATER_S), sys.executable, "-c", code]
+def apart(how: list[str], code: str) -> str:
+    """What `code` prints in namespaces of its own."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            ["unshare", *how, sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
     except FileNotFoundError:
         pytest.skip("this system has no unshare")
     if done.returncode and not done.stdout:
-        pytest.skip(f"no time namespace can be made here: {done.stderr[-200:]}")
+        pytest.skip(f"no such namespace can be made here: {done.stderr[-200:]}")
     return done.stdout
 
 
 def test_a_process_is_the_same_one_seen_from_another_time() -> None:
-    asked = in_another_time(
+    asked = apart(
+        ["-T", "--boottime", str(LATER_S)],
         "import msgspec, sys, time\n"
         "from sglang_pd.backends.library.boot import since_boot_s\n"
         "from sglang_pd.backends.library.process import *\n"
@@ -91,7 +93,7 @@ def test_a_process_is_the_same_one_seen_from_another_time() -> None:
         "print(msgspec.json.encode(own_identity()).decode())\n"
         f"print(process_gone(msgspec.json.decode({msgspec.json.encode(own_identity())!r}, type=ProcessIdentity)))\n"
         "print(pid_namespace())\n"
-        "print(since_boot_s(), time.clock_gettime(time.CLOCK_BOOTTIME))\n"
+        "print(since_boot_s(), time.clock_gettime(time.CLOCK_BOOTTIME))\n",
     ).splitlines()
     here = boot.since_boot_s()
     assert here is not None
@@ -100,3 +102,20 @@ def test_a_process_is_the_same_one_seen_from_another_time() -> None:
     assert asked[2] == "False" and asked[3] == process.pid_namespace()
     told, clock = map(float, asked[4].split())
     assert abs(clock - told - LATER_S) < 1 and 0 <= here - told < 60
+
+
+@pytest.mark.parametrize("own_proc", [True, False])
+def test_nothing_is_concluded_from_another_namespaces_processes(own_proc: bool) -> None:
+    """There process 1 is another one, which was taken for the death of the one that is called so here."""
+    said = apart(
+        ["-pf", *(["--mount-proc"] if own_proc else [])],
+        "import os\n"
+        "from sglang_pd.backends.library.lives import lives\n"
+        "from sglang_pd.backends.library.process import *\n"
+        "from sglang_pd.protocol.errors import BackendUnavailable\n"
+        "print(os.getpid(), own_identity().known, process_gone(own_identity()))\n"
+        "try:\n    lives.check_pid('here'); print('starts')\n"
+        "except BackendUnavailable as error:\n    print(error)\n",
+    ).splitlines()
+    assert said[0] == f"1 {own_proc} False"
+    assert said[1] == "starts" if own_proc else "/proc is of another PID namespace" in said[1]
