@@ -35,6 +35,7 @@ from sglang_pd.worker.ranks.orders import (
     Pair,
     Paired,
     PeerFault,
+    Revoked,
     Unpair,
     decode_report,
 )
@@ -424,6 +425,8 @@ class InstanceControl:
             self.link.counts["records_of_other_ranks"] += 1  # every rank may call `finish`; one record travels
         elif self.desk is not None:
             self.desk.report(rank, report, self._clock())
+        elif isinstance(report, Revoked):  # other ranks have not joined yet
+            self.seeking.answered(report.peer_epoch, rank)
 
     def _on_paired(self, rank: RankId, report: Paired) -> None:
         talk = self.peering.talk_with(report.peer_epoch) if self.peering else None

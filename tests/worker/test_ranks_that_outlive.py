@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from support.held_writes import HeldWrites
 from support.local_pair import CONFIG, IDS, LocalPair
@@ -18,6 +20,10 @@ from support.two_ranks import SECOND, TWO, setup_of, until
 from sglang_pd import DecodeEndpoint, Network, PrefillEndpoint, RankEndpoint
 from sglang_pd.backends.base import Backend, TransferState
 from sglang_pd.protocol.manifest import RankId, Term
+from sglang_pd.worker.control import InstanceControl
+from sglang_pd.worker.peers.seeking import Owed
+from sglang_pd.worker.ranks.destination import DestinationSide
+from sglang_pd.worker.ranks.orders import Revoked
 
 FIRST = RankId(0, 0)
 
@@ -183,6 +189,7 @@ def test_a_rank_that_returns_to_its_control_owes_that_one_nothing(decode: Outliv
         agent.backend.revoke = lambda epoch: False
         agent.rejoin(first + 1)
         agent.rejoin(first)
+        assert not agent.destination.seeking, "nobody asked for a proof"
         seen.append(agent.joined().owed)
         agent.rejoin(first + 1)
         agent.destination.control_epoch = agent.control_epoch = first + 1
@@ -191,6 +198,36 @@ def test_a_rank_that_returns_to_its_control_owes_that_one_nothing(decode: Outliv
     decode.rank._loop.submit(turn_back)
     until(lambda: len(seen) == 2)
     assert seen[0] == () and [one.instance for one in seen[1]] == ["prefill-0"]
+
+
+def test_what_is_proven_before_the_other_ranks_have_joined_is_not_owed_any_more(decode: Outlived) -> None:
+    """The report came to a control that was not complete yet, and was dropped: it never became ready."""
+    link: Any = SimpleNamespace(counts={}, ring=lambda: None)
+    control = InstanceControl(replace(CONFIG, topology=TWO), link, lambda event: None)
+    owed = Owed(peer_epoch=5, address="", instance="p", writers={11: Term(7, 1)})
+    control._join(msgspec.structs.replace(decode.rank.agent.joined(), owed=(owed,)), lambda order: None, remote=True)
+    assert control.seeking.owed == [owed] and control.desk is None
+    control._on_report(SECOND, Revoked(peer_epoch=5))
+    control._join(decode.at.agent.joined(), lambda order: None, remote=False)
+    assert control.ready and not control.why_not_ready
+
+
+def test_of_a_writer_that_is_admitted_anew_nothing_is_proven() -> None:
+    said: list[Any] = []
+    backend: Any = SimpleNamespace(admit=lambda epoch, blob: None, revoke=lambda epoch: epoch == 11 and not said)
+    side = DestinationSide(FIRST, backend, said.append, digest=lambda *rows: None)  # type: ignore[arg-type,return-value]
+    writer = SimpleNamespace(epoch=11, rank=FIRST, transport=SimpleNamespace(connect=b""))
+    pairing: Any = SimpleNamespace(
+        prefill=SimpleNamespace(ranks=[writer]), plan=lambda src, dst: SimpleNamespace(moves=True)
+    )
+    side.admit(1, pairing)
+    side.seek(1)
+    side.step()
+    assert said == [Revoked(peer_epoch=1)]
+    side.admit(1, pairing)
+    side.unpair(1)
+    side.seek(1)
+    assert len(said) == 1
 
 
 def test_a_term_ends_only_those_before_it_of_the_same_agent() -> None:

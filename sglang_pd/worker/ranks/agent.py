@@ -176,6 +176,8 @@ class RankAgent:
             # A control that it left, and that lives, may hold what was agreed with the rank it was: to that one it is
             # another. To peers this says that nothing of before is written any more.
             self._term = Term(self._term.agent, self._term.number + 1)
+        elif self._next_control and control_epoch == self.control_epoch:
+            self.destination.stay()
         self.control_epoch = self._served = self.destination.control_epoch = control_epoch
         self._next_control = 0
         self.join()

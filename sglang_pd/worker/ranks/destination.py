@@ -74,6 +74,7 @@ class DestinationSide:
         """Remember which ranks of a source instance write here; they connect to this rank."""
         writers = [src for src in pairing.prefill.ranks if pairing.plan(src.rank, self._rank).moves]
         epochs = {src.epoch for src in writers}
+        self._proven.pop(peer_epoch, None)  # of what it writes from here on nothing is proven
         self._writers[peer_epoch] = _Writers(
             pairing, control_epoch=self.control_epoch, address=address, open_epochs=epochs
         )
@@ -106,6 +107,12 @@ class DestinationSide:
         self._rooms.clear()
         for writers in self._writers.values():
             writers.seeking = True
+
+    def stay(self) -> None:
+        """It does not leave its control after all: what that one seeks, it orders again."""
+        for writers in self._writers.values():
+            if writers.control_epoch == self.control_epoch:
+                writers.seeking, writers.through = False, set()
 
     def begin(self, order: Begin, indices: RoomIndices) -> None:
         """Keep a room's lists for verification."""
