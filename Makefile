@@ -16,7 +16,7 @@ stamp := $(VENV)/.installed-$(key)
 .PHONY: help install test test-all lint format demo chaos clean
 
 help:
-	@echo "make test      set up and run the fast suite (under 8 minutes on two cores)"
+	@echo "make test      set up and run the fast suite (8 to 12 minutes on two cores)"
 	@echo "make test-all  set up and run every test (at most 60 minutes)"
 	@echo "make lint      formatting, types, import direction"
 	@echo "make format    let ruff fix what it can"

@@ -174,8 +174,10 @@ def refused(prefill: InstanceManifest, decode: InstanceManifest, verdict: Verdic
         f"prefill {m.prefill}, decode {m.decode}"
         for m in first
     )
+    count = len(verdict.mismatches)
+    more = f"; and {count - len(first)} more" if count > len(first) else ""
     return IncompatiblePeer(
-        f"{len(verdict.mismatches)} mismatches: {listed}",
+        f"{count} mismatch{'es' if count != 1 else ''}: {listed}{more}",
         where=f"{prefill.instance_id} -> {decode.instance_id}",
         hint="`sglang-pd check` prints the whole table.",
     )

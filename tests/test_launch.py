@@ -263,6 +263,15 @@ def test_a_process_that_dies_at_start_is_told_by_its_own_words() -> None:
         assert died.where == "json: $.network.mtu" and died.message.count("[") == 0 and len(said) == 1
 
 
+def test_a_process_that_was_killed_is_told_by_its_signal() -> None:
+    with Group(lambda name, line: None) as group:
+        process = group.start("prefill", ["prefill", "--set", "engine.name=reference"], ENVIRON)
+        process.tell(signal.SIGKILL)
+        process.wait(30)
+        died = process.died().info()
+        assert (died.code, died.where, died.actual) == ("worker_failed", "prefill", "SIGKILL") and died.hint
+
+
 @pytest.mark.parametrize("backend", ["local", pytest.param("nixl", marks=pytest.mark.slow)])
 def test_the_demo_finds_everything_equal(backend: str) -> None:
     done = subprocess.run(

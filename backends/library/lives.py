@@ -118,6 +118,16 @@ class Lives:
                 hint="Start it again: it gets other ones",
             )
 
+    def check_kept(self) -> None:
+        """Raise `BackendUnavailable` where nothing could be kept: a worker should not start that no peer can meet."""
+        folder = _folder()
+        if folder is None:
+            return
+        with _explained(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError("nothing can be written there")
+
     def keep_ports(self, ports: frozenset[int]) -> None:
         """From now on peers may write at these. Raises `BackendUnavailable` where that cannot be kept."""
         with self._lock:

@@ -42,7 +42,7 @@ from sglang_pd.backends.base import (
 from sglang_pd.backends.home import Home, keep_in_forks
 from sglang_pd.backends.library.blob import SegmentEntry
 from sglang_pd.backends.library.connect import ThreadedConnecting
-from sglang_pd.backends.library.lives import kept
+from sglang_pd.backends.library.lives import kept, lives
 from sglang_pd.backends.library.process import own_identity
 from sglang_pd.backends.library.rows import NO_ROWS, Rows
 from sglang_pd.backends.mooncake.blob import ENVELOPE, Blob, decode_matching
@@ -75,6 +75,7 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> Backend:
     """
     parsed = parse_options(options)
     in_force = check_environment(parsed, os.environ)
+    lives.check_kept()
     return MooncakeBackend(epoch, parsed, load(parsed), in_force)
 
 

@@ -107,6 +107,7 @@ def create(*, epoch: int, options: Mapping[str, Any]) -> NixlBackend:
     parsed = parse_options(options)
     settings = ucx_settings()
     check_environment(parsed, settings, rdma_devices())
+    lives.check_kept()
     return NixlBackend(epoch, parsed, settings, load_library(parsed))
 
 

@@ -9,7 +9,7 @@ import typer
 
 from sglang_pd.backends.registry import check_known
 from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
-from sglang_pd.cli.support import kind_rows, markdown
+from sglang_pd.cli.support import KIND_COLUMNS, kind_rows, markdown
 from sglang_pd.protocol.errors import ConfigError
 from sglang_pd.protocol.kinds import KINDS
 from sglang_pd.worker.serving.transports import support
@@ -35,7 +35,7 @@ def command(write: WriteOption = "", sets: SetOption = [], as_json: JsonOption =
     emit(
         table("transports", COLUMNS, rows),
         "",
-        table("kinds of state", ("kind", "what", "spaces", "ranks", "sent after"), kind_rows()),
+        table("kinds of state", KIND_COLUMNS, kind_rows()),
     )
     if write:
         emit(f"written: {write}")

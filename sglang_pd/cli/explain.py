@@ -25,7 +25,7 @@ POOL_COLUMNS = ("component", "device", "space", "extent", "regions", "bytes", "n
 PLAN_COLUMNS = ("writer", "into", "component", "layers", "bytes a row", "bytes", "pieces")
 
 DecodeArgument = Annotated[str, typer.Argument(metavar="[DECODE]", help="With it, the plan of the pair is shown too.")]
-TokensOption = Annotated[int, typer.Option("--tokens", min=0, help="Prompt length; default: 1000, or what fits.")]
+TokensOption = Annotated[int, typer.Option("--tokens", min=0, help="Prompt length; 0: 1000, or what fits.")]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

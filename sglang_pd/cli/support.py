@@ -15,9 +15,14 @@ EXTRAS: Final[dict[str, str]] = {
 }
 
 
-def kind_rows() -> list[tuple[str, str, str, str, str]]:
-    """Kind, what it is, its index spaces, how ranks hold it, when it is sent."""
-    return [(k.name, k.summary, _spaces(k), _placements(k), k.validity.value) for k in KINDS.values()]
+KIND_COLUMNS: Final = ("kind", "what", "parts", "index spaces", "held by ranks", "sent after")
+
+
+def kind_rows() -> list[tuple[str, ...]]:
+    """Kind, what it is, the parts of its regions, its index spaces, how ranks hold it, when it is sent."""
+    return [
+        (k.name, k.summary, " ".join(k.parts), _spaces(k), _placements(k), k.validity.value) for k in KINDS.values()
+    ]
 
 
 def _spaces(kind: Kind) -> str:
@@ -54,7 +59,7 @@ def markdown() -> str:
     ]  # fmt: skip
     lines += _markdown_table(head, rows)
     lines += ["", "## Kinds of state", ""]
-    lines += _markdown_table(("kind", "what", "index spaces", "held by ranks", "sent after"), kind_rows())
+    lines += _markdown_table(KIND_COLUMNS, kind_rows())
     return "\n".join(lines) + "\n"
 
 

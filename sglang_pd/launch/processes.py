@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang_pd.protocol.errors import ConfigError, ErrorInfo, PdError, RoomError
+from sglang_pd.protocol.errors import ConfigError, ErrorInfo, PdError, RoomError, from_info
 
 PARENT: Final = "SGLANG_PD_PARENT"
 """In a child's environment: the pid of the process that it must not outlive."""
@@ -121,6 +121,16 @@ class Process:
                 hint=error.hint,
                 **error.details,
             )
+        code = self.exit_code
+        if code is not None and code < 0:
+            named = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return from_info(
+                ErrorInfo(
+                    code="worker_failed", message="the process was killed", where=self.name,
+                    expected="a running process", actual=named,
+                    hint="Was this machine out of memory (dmesg)?" if -code == signal.SIGKILL else "",
+                )
+            )  # fmt: skip
         said = [line for line in self.last if line.startswith("sglang-pd: ")]
         return ConfigError(
             said[-1].removeprefix("sglang-pd: ") if said else "the process ended",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn, get_args
 
 from sglang_pd.protocol.errors import ManifestError
 from sglang_pd.protocol.kinds import kind_of
@@ -112,6 +112,8 @@ class ComponentSpec:
 
     def __post_init__(self) -> None:
         kind = kind_of(self.kind)
+        if self.root not in get_args(Root):
+            refuse(f"{self.kind}.root", " | ".join(get_args(Root)), self.root)
         for region in self.regions:
             if region.part not in kind.parts:
                 refuse(f"{self.kind}.{region.part}", " | ".join(kind.parts), region.part)

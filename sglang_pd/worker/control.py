@@ -21,7 +21,7 @@ from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.peers.conversation import Conversation, Self, Stage
 from sglang_pd.worker.peers.link import Caller, Link, Party
-from sglang_pd.worker.peers.peering import Peering
+from sglang_pd.worker.peers.peering import RETRY_REFUSED_S, Peering
 from sglang_pd.worker.peers.seeking import Seeking
 from sglang_pd.worker.ranks.agent import RankAgent
 from sglang_pd.worker.ranks.connections import RankConnections
@@ -438,8 +438,8 @@ class InstanceControl:
         if len(talk.paired) == len(self.ranks.ids):
             self._tell_verdict(talk)
         if report.error is not None:
-            talk.error = report.error
             self.peering.give_up(report.peer_epoch, report.error)
+            talk.error, talk.next_send_s = report.error, self._clock() + RETRY_REFUSED_S
 
     def _tell_verdict(self, talk: Conversation) -> None:
         if self.peering is not None and talk.manifest is not None and talk.verdict is not None:

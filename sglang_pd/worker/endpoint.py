@@ -19,7 +19,8 @@ from typing import Any, Final
 from sglang_pd.backends.home import Home
 from sglang_pd.memory.holding import hold, let_go
 from sglang_pd.protocol.bind import Chunk, IndexLists
-from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, wire_text
+from sglang_pd.protocol.errors import ConfigError, ErrorInfo, RoomError, SpaceMismatch, wire_text
+from sglang_pd.protocol.idx import Idx, mismatch
 from sglang_pd.protocol.indices import IndexList, pack_indices, prompt_digest
 from sglang_pd.protocol.messages import MAX_VALUE
 from sglang_pd.worker.control import PEERS, RANKS, InstanceControl
@@ -267,7 +268,18 @@ class Endpoint:
 
 
 def pack_lists(lists: IndexLists) -> tuple[IndexList, ...]:
-    """Typed index lists in their packed form, each with its space's digest."""
+    """Typed index lists in their packed form, each with its space's digest.
+
+    Raises `SpaceMismatch` for indices of another space than the one that they are given for, or of none.
+    """
+    for space, idx in lists.items():
+        if not isinstance(idx, Idx):
+            raise SpaceMismatch(
+                "an index list without a space", where=f"lists[{space}]", expected="{space: space.ingest(indices)}",
+                actual=type(idx).__name__,
+            )  # fmt: skip
+        if idx.space != space:
+            raise mismatch(space, idx, f"lists[{space}]", "an endpoint's lists")
     return tuple(pack_indices(space.digest, idx.lower()) for space, idx in lists.items())
 
 

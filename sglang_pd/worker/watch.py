@@ -11,6 +11,7 @@ last byte. A wait for memory is the engine's own, unless rooms that wait for the
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -36,6 +37,8 @@ from sglang_pd.protocol.pairing import Pairing
 from sglang_pd.protocol.room import Role
 from sglang_pd.worker.events import EventKind, RoomEvent
 from sglang_pd.worker.jobs import Job
+
+log = logging.getLogger("sglang_pd.worker")
 
 LEVELS_S = 0.1
 """How often pools and queue are told while work goes on."""
@@ -283,6 +286,8 @@ class Watch:
         """A peer's state changed."""
         self.observer.decision(CONTROL, f"peer {state.value}", None, f"{instance} {reason}")
         self.observer.peer(instance, epoch, state, reason)
+        if state is PeerState.LOST:
+            log.warning("peer %s is lost: %s", instance, reason)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

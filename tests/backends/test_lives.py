@@ -15,6 +15,8 @@ import pytest
 from sglang_pd.backends.library import lives as module
 from sglang_pd.backends.library.lives import STATE_DIR, Lives
 from sglang_pd.backends.library.process import pid_namespace
+from sglang_pd.backends.mooncake import backend as mooncake
+from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendUnavailable
 
 WORKER = """
@@ -147,3 +149,30 @@ def test_none_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     mine = Lives()
     mine.keep_ports(frozenset({20_001}))
     assert mine.others() == [] and not list(tmp_path.iterdir()) and os.environ[STATE_DIR] == module.kept()
+
+
+def test_a_worker_whose_life_cannot_be_kept_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ready and healthy, and met nobody."""
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    monkeypatch.setenv(module.STATE_DIR, str(no_folder))
+    with pytest.raises(BackendUnavailable, match="SGLANG_PD_STATE_DIR") as raised:
+        create_backend("nixl", epoch=1)
+    assert raised.value.where == str(no_folder)
+    monkeypatch.setattr(mooncake, "check_environment", lambda options, environ: {})
+    with pytest.raises(BackendUnavailable, match="SGLANG_PD_STATE_DIR"):
+        mooncake.create(epoch=1, options={"insecure_data_plane": True})
+
+
+def test_a_folder_that_nobody_may_write_to_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.STATE_DIR, str(tmp_path))
+    Lives().check_kept()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)  # the super-user may write anywhere
+    with pytest.raises(BackendUnavailable, match="nothing can be written"):
+        Lives().check_kept()
+
+
+def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.STATE_DIR, str(tmp_path / "a" / "b"))
+    Lives().check_kept()
+    assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())

@@ -139,3 +139,10 @@ def test_impossible_descriptions_are_refused_by_field(field: str, make: object) 
     with pytest.raises(ManifestError) as caught:
         make()  # type: ignore[operator]
     assert field in caught.value.where
+
+
+def test_a_root_that_is_none_is_refused_with_those_that_are() -> None:
+    """It was laid out as `tokens`, whole on every DCP rank."""
+    for wrong in ("lokal_tokens", "recurrent_slots", ""):
+        with pytest.raises(ManifestError, match=r"KV\.root.*tokens \| local_tokens \| swa \| rows \| slots"):
+            ComponentSpec("KV", wrong, (RegionSpec("k", (0,), "float32", 1, (8,)),))  # type: ignore[arg-type]

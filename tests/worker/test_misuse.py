@@ -9,16 +9,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from support.local_pair import CONFIG, IDS, LocalPair, Side
+from support.local_pair import CONFIG, IDS, PAGE, LocalPair, Side
 from support.worker_pair import wait_until
 from support.worker_process import free_address
 
 from sglang_pd import Network, PrefillEndpoint
 from sglang_pd.protocol import messages as m
 from sglang_pd.protocol.bind import Chunk
-from sglang_pd.protocol.errors import ConfigError, ManifestError, PdError, RoomError
+from sglang_pd.protocol.errors import (
+    BackendUnavailable,
+    ConfigError,
+    ManifestError,
+    PdError,
+    RoomError,
+    SpaceMismatch,
+)
 from sglang_pd.protocol.manifest import RankId
 from sglang_pd.worker.ranks import source
 from sglang_pd.worker.setup import Trace
@@ -228,5 +236,47 @@ def test_a_drain_without_end_is_told_to_peers(deadline_s: float) -> None:
         assert both.prefill.at.stats()["loop_faults"] == 0
         with pytest.raises(RoomError, match="deadline_s"):
             both.decode.at.drain(float("nan"))
+    finally:
+        both.close()
+
+
+def test_lists_of_another_space_or_of_none_are_refused_at_the_call(pair: LocalPair) -> None:
+    """Packed, they name the space that they were given for: nobody could tell later."""
+    space = pair.prefill.space
+    other = replace_extent(space)
+    for lists, said in (
+        ({space: other.ingest([1, 2, 3])}, "reached a consumer of"),
+        ({space: [1, 2, 3]}, r"space\.ingest"),
+        ({"KV": [1, 2, 3]}, r"space\.ingest"),
+    ):
+        with pytest.raises(SpaceMismatch, match=said):
+            pair.prefill.at.request(70, IDS, lists)  # type: ignore[arg-type]
+        with pytest.raises(SpaceMismatch, match=said):
+            pair.decode.at.open(70, pair.address, IDS, lists)  # type: ignore[arg-type]
+
+
+def replace_extent(space: Any) -> Any:
+    """The same kind of space, of another allocator: a page more."""
+    return type(space)(of=msgspec.structs.replace(space.of, capacity_tokens=space.of.capacity_tokens + PAGE))
+
+
+def test_a_peer_that_a_rank_cannot_meet_is_called_again_after_a_while_and_rooms_say_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was met again at once, hundreds of times, and rooms were told of bootstrap ports and keys."""
+    both, tries = LocalPair(), list[int]()
+
+    def admit(epoch: int, blob: bytes) -> None:
+        tries.append(epoch)
+        raise BackendUnavailable("nothing can be kept", where="/nowhere", hint="Make that folder")
+
+    monkeypatch.setattr(both.decode.backend, "admit", admit)
+    try:
+        both.prefill.at.request(1, IDS, both.prefill.lists())
+        both.decode.at.open(1, both.address, IDS, both.decode.lists())
+        assert both.decode.released(1)[0] == "failed:peer_unknown"
+        (error,) = [event.error for event in both.decode.events if event.error is not None]
+        assert "/nowhere" in error.message and "Make that folder" in error.message and not error.hint
+        assert 1 <= len(tries) <= 3, "peer_wait_s is 2"
     finally:
         both.close()

@@ -25,12 +25,14 @@ class PendingOpen:
 
     def too_late(self, talk: Conversation) -> RoomError:
         """Why it waits no longer."""
-        said = f": {talk.error.message}" if talk.error is not None else ""
+        said = f": {talk.error}" if talk.error is not None else ""
         return RoomError(
             f"no handshake with the peer in time{said}",
             code="peer_unknown",
             where=self.address,
-            hint="Is that prefill's control port (bootstrap_port), and do both sides name each other's CURVE keys?",
+            hint=""
+            if said
+            else "Is that prefill's control port (bootstrap_port), and do both sides name each other's CURVE keys?",
         )
 
 

@@ -219,7 +219,8 @@ class WorkerService:
             if self._drain is not None:
                 return
             self._drain = Drain(reason, time.monotonic() + self.config.liveness.drain_s)
-        log.warning("draining: %s", reason)
+        rooms, fences = int(self.endpoint.stats()["rooms"]), len(self.parts.allocator.quarantine)
+        log.warning("draining: %s; open rooms: %d, leases that wait for a fence: %d", reason, rooms, fences)
         self.runner.draining = True
         self.recorder.draining(reason)
         self.endpoint.drain(self.config.liveness.drain_s)
