@@ -46,6 +46,17 @@ def test_a_wrong_command_or_option_is_a_usage_error(capsys: Capture) -> None:
         assert json.loads(said.out)["error"]["where"] == "the command line" and said.err == ""
 
 
+@pytest.mark.parametrize("command", ["prefill", "decode", "doctor"])
+def test_a_file_may_be_named_with_or_without_its_option(command: str, tmp_path: Path, capsys: Capture) -> None:
+    """`check` and `explain` take files as arguments."""
+    missing, other = str(tmp_path / "none.yaml"), str(tmp_path / "other.yaml")
+    for arguments in ([missing], ["--config", missing]):
+        assert run([command, *arguments]) == EXIT_USAGE
+        assert missing in capsys.readouterr().err
+    assert run([command, missing, "--config", other]) == EXIT_USAGE
+    assert "two configurations" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
     assert run(["--version"]) == 0
     said = capsys.readouterr().out

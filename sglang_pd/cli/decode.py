@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from sglang_pd.cli.output import ConfigOption, JsonOption, SetOption
+from sglang_pd.cli.output import ConfigOption, FileArgument, JsonOption, SetOption, one_file
 from sglang_pd.cli.worker import run
 
 
-def command(config: ConfigOption = "", sets: SetOption = [], as_json: JsonOption = False) -> int:  # noqa: B006
+def command(
+    file: FileArgument = "",
+    config: ConfigOption = "",
+    sets: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> int:
     """Run a decode worker until SIGTERM, which drains it. Prints a line of JSON once it serves."""
-    return run("decode", config, sets)
+    return run("decode", one_file(config, file), sets)

@@ -12,7 +12,7 @@ from sglang_pd.backends.registry import BACKENDS
 from sglang_pd.cli import machine
 from sglang_pd.cli.app import EXIT_NO
 from sglang_pd.cli.machine import Finding
-from sglang_pd.cli.output import JsonOption, SetOption, emit, emit_json, table
+from sglang_pd.cli.output import FileArgument, JsonOption, SetOption, emit, emit_json, one_file, table
 from sglang_pd.cli.probe import probe_backend
 from sglang_pd.config import WorkerConfig, apply_environment, backend_settings, cautions, load_worker
 from sglang_pd.config.network import BackendSettings
@@ -29,6 +29,7 @@ ProbeOption = Annotated[bool, typer.Option("--probe/--no-probe", help="Create ba
 
 
 def command(
+    file: FileArgument = "",
     config: ConfigOption = "",
     probe: ProbeOption = True,
     sets: SetOption = [],  # noqa: B006
@@ -36,6 +37,7 @@ def command(
 ) -> int:
     """This machine: libraries and their versions, devices, ports, limits, settings in force. Exit code 1 when a worker
     (of the configuration, if one is given) cannot run here."""
+    config = one_file(config, file)
     if sets and not config:
         raise ConfigError(
             "overrides need a configuration", where="--set", expected="--config FILE", actual=sets[0][:80]

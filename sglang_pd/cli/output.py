@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sglang_pd.protocol.errors import ConfigError
+
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 SetOption = Annotated[
     list[str],
@@ -19,7 +21,21 @@ SetOption = Annotated[
 
 ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The worker's YAML file.")]
 
+FileArgument = Annotated[str, typer.Argument(metavar="[FILE]", help="The same as --config FILE.")]
+
 MIN_WIDTH = 100
+
+
+def one_file(option: str, argument: str) -> str:
+    """The file of `--config FILE` or of FILE alone; empty for neither. Raises `ConfigError` where both are given."""
+    if option and argument:
+        raise ConfigError(
+            "two configurations",
+            where="the command line",
+            expected="--config FILE, or FILE",
+            actual=f"{option}, {argument}",
+        )
+    return option or argument
 
 
 def emit_json(payload: Any) -> None:
