@@ -131,7 +131,7 @@ class InstanceControl:
         """A rank describes itself anew after a fence, for peers to come. Where it had to rebuild its transport for it,
         what was on its way to it is void, and peers must meet it anew.
         """
-        if self.desk is None or self.peering is None:
+        if self.desk is None or self.peering is None or self.ranks.missing:  # one that is lost ends the instance
             return
         if not rebuilt:
             self.peering.restate(self._own())

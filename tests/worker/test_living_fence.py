@@ -52,6 +52,20 @@ def test_decode_has_its_memory_back_and_the_pair_goes_on(pair: LocalPair) -> Non
         pair.complete(room + 1)
 
 
+@pytest.mark.parametrize("first", ["drain", "cut"])
+def test_one_that_drains_asks_for_it_too(pair: LocalPair, first: str) -> None:
+    """It said nothing to anybody any more, and its memory was withheld for as long as prefill lived."""
+    half_sent(pair, 1)
+    for step in ("drain", "cut") if first == "drain" else ("cut", "drain"):
+        if step == "drain":
+            pair.decode.at.drain(60.0)
+        else:
+            lose_prefill(pair)
+    assert pair.decode.released(1) == ["failed:peer_lost", "releasable"]
+    wait_until(lambda: pair.decode.at.drained)
+    assert not [peer for peer in pair.decode.at.peers() if peer["stage"] == "agreed"], "it meets nobody any more"
+
+
 def test_not_before_the_writer_is_through(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
     half_sent(pair, 1)
     with monkeypatch.context() as held:

@@ -21,7 +21,7 @@ from sglang_pd import DecodeEndpoint, Network, PrefillEndpoint, RankEndpoint
 from sglang_pd.backends.base import Backend, TransferState
 from sglang_pd.protocol.manifest import RankId, Term
 from sglang_pd.worker.control import InstanceControl
-from sglang_pd.worker.peers.seeking import Owed
+from sglang_pd.worker.peers.seeking import Owed, Seeking
 from sglang_pd.worker.ranks.destination import DestinationSide
 from sglang_pd.worker.ranks.orders import Revoked
 
@@ -228,6 +228,37 @@ def test_of_a_writer_that_is_admitted_anew_nothing_is_proven() -> None:
     side.unpair(1)
     side.seek(1)
     assert len(said) == 1
+
+
+def test_a_rank_that_has_ended_its_former_writes_is_met_though_another_has_not() -> None:
+    """Its next control was held off for as long as the former one lived, whose own rank gives no word."""
+
+    def of(**terms: int) -> Any:
+        ranks = {"x": 11, "y": 12, "z": 13}
+        return SimpleNamespace(ranks=[SimpleNamespace(epoch=ranks[r], term=Term(7, n)) for r, n in terms.items()])
+
+    seeking = Seeking()
+    seeking.add(5, room=1)
+    seeking.lost(5, of(x=1, y=1))
+    assert seeking.against(of(x=1, y=1)) and seeking.against(of(y=1, z=1)) and seeking.against(of(x=2, y=1))
+    assert not seeking.against(of(x=2, z=1)) and seeking.open(5)
+    assert seeking.ended_by(of(x=2, z=1)) == {5: (11,)}
+
+
+def test_a_rank_that_describes_itself_anew_when_another_is_lost_costs_no_turn(decode: Outlived) -> None:
+    decode.rank.close()
+    until(lambda: decode.at.control.failed)
+    faults = decode.at.stats()["loop_faults"]
+    agent = decode.at.agent
+
+    def anew() -> None:
+        agent._rebuilt += 1
+        decode.at.control._renew(agent.joined(), rebuilt=True)
+
+    decode.at._loop.submit(anew)
+    until(lambda: agent._rebuilt)
+    time.sleep(0.3)
+    assert decode.at.stats()["loop_faults"] == faults
 
 
 def test_a_term_ends_only_those_before_it_of_the_same_agent() -> None:

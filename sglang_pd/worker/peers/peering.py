@@ -291,6 +291,8 @@ class Peering:
         for epoch in set(message.fenced) & set(talk.left):
             self._heard.fenced_by_peer(epoch, judged.manifest)
         self._heard.stated(judged.manifest)
+        if self.draining:  # it was asked for its word alone
+            return
         if self._seeking.against(judged.manifest):
             self.counts["held_replies"] += 1  # Hello is said again at the next heartbeat, and asks for its word
             talk.left = tuple(dict.fromkeys((*self._seeking.of(judged.manifest), *talk.left)))[:MAX_LOST]
@@ -464,7 +466,9 @@ class Peering:
             elif talk.address and not talk.wanted and not talk.left and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
-            elif talk.address and self.draining:  # nothing is said to it any more, until it is forgotten
+            elif (
+                talk.address and self.draining and not any(map(self._seeking.open, talk.left))
+            ):  # until it is forgotten
                 talk.next_send_s = max(now_s, talk.used_s) + FORGET_CALL_S
             elif talk.address and (trouble := self._link.trouble(talk.party)):
                 talk.stage, talk.next_send_s = Stage.REFUSED, now_s + RETRY_REFUSED_S

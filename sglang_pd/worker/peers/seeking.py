@@ -74,8 +74,12 @@ class Seeking:
                 self._forget(peer_epoch)
 
     def against(self, manifest: InstanceManifest) -> bool:
-        """Whether the proof is sought that former writes of one of these ranks land here no more."""
-        return any(_epochs(manifest) & writers.keys() for writers in self._writers.values())
+        """Whether the proof is sought that former writes of one of these ranks land here no more, and the rank does not
+        give it by what it states here.
+        """
+        terms = {rank.epoch: rank.term for rank in manifest.ranks}
+        sought = [(epoch, term) for writers in self._writers.values() for epoch, term in writers.items()]
+        return any(epoch in terms and not terms[epoch].ended(term) for epoch, term in sought)
 
     def of(self, manifest: InstanceManifest) -> list[int]:
         """Lost peers of just these ranks."""
