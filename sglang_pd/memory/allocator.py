@@ -101,7 +101,8 @@ class Allocator:
             for space, pool in self.pools.items():
                 if isinstance(space, Page):
                     first = self._span(space, tokens, window_stop)[0]
-                    lease.holdings[space] = Holding(np.empty(0, np.int64), first)
+                    written_from = self._window_start(space, window_stop)
+                    lease.holdings[space] = Holding(np.empty(0, np.int64), first, written_from=written_from)
                 else:
                     lease.holdings[space] = Holding(pool.take(1))
             if prefix is not None:
@@ -148,8 +149,13 @@ class Allocator:
         """Page positions [first, stop): all of `tokens`, or the sliding window before `window_stop`."""
         length = space.of.page_len
         if isinstance(space.of, SwaTok):
-            return max(0, window_stop - space.of.window_tokens) // length, -(-window_stop // length)
+            return Allocator._window_start(space, window_stop) // length, -(-window_stop // length)
         return 0, -(-tokens // length)
+
+    @staticmethod
+    def _window_start(space: Page, window_stop: int) -> int:
+        """The first token position of what must be held: 0, or that of the sliding window before `window_stop`."""
+        return max(0, window_stop - space.of.window_tokens) if isinstance(space.of, SwaTok) else 0
 
     def extend(self, lease: Lease, tokens: int, window_stop: int) -> None:
         """Serve `Lease.advance`: all or nothing."""
@@ -180,6 +186,7 @@ class Allocator:
                 holding.indices = holding.indices[gone:]
                 holding.first += gone
                 holding.shared = max(0, holding.shared - gone)
+                holding.written_from = max(holding.written_from, holding.first * space.of.page_len)
                 lease.changed()
 
     def _share(self, lease: Lease, source: Lease, prefix_tokens: int, size: tuple[int, int]) -> None:
@@ -195,16 +202,21 @@ class Allocator:
             length = space.of.page_len
             first, stop = self._span(space, tokens, window_stop)[0], prefix_tokens // length
             theirs = source.holdings[space]
-            enough = first >= stop or (theirs.first <= first and stop <= theirs.stop)
-            if prefix_tokens % length or not 0 < prefix_tokens <= min(source.tokens, tokens) or not enough:
+            read_from = holding.written_from
+            has = theirs.first <= first and stop <= theirs.stop and theirs.written_from <= read_from
+            there = 0 < prefix_tokens <= min(source.tokens, tokens) and (first >= stop or has)
+            if prefix_tokens % length or not there:
                 raise PlanError(
                     "that prefix cannot be shared", code="prefix_unaligned", where=f"generation {source.generation}",
-                    expected=f"whole pages of {length} tokens that the other lease still holds", actual=prefix_tokens,
+                    expected=f"whole pages of {length} tokens that the other lease holds, with all that is read of "
+                    f"them, from position {read_from} on",
+                    actual=f"{prefix_tokens} tokens, written from position {theirs.written_from} on",
                 )  # fmt: skip
             if first < stop:
                 shared = theirs.indices[first - theirs.first : stop - theirs.first].copy()
                 self.pools[space].share(shared)
                 holding.indices, holding.first, holding.shared = shared, first, stop - first
+                holding.written_from = max(theirs.written_from, first * length)
         lease.prefix_tokens = prefix_tokens
 
     def require_alone(self, lease: Lease) -> None:

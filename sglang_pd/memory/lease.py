@@ -32,12 +32,15 @@ class Holding:
     """Indices of one list space that a lease holds; changed by the allocator alone.
 
     indices: int64. first: position, in pages from the start of the request, of indices[0] (0 for rows and slots).
-    shared: how many of the first indices belong to another lease's prefix.
+    shared: how many of the first indices belong to another lease's prefix. written_from: token position before which
+    nothing of these pages is anybody's: a hand-over writes a sliding window from where it begins, which may be within
+    its first page.
     """
 
     indices: I64
     first: int = 0
     shared: int = 0
+    written_from: int = 0
 
     @property
     def stop(self) -> int:

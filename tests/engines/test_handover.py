@@ -25,6 +25,7 @@ from support.reference_run import (
 
 from sglang_pd.engines.base import Sampling
 from sglang_pd.engines.reference import ReferenceConfig
+from sglang_pd.protocol.errors import PlanError
 
 K, R = SPARSE.gdn_kernel, SPARSE.qsa_ratio
 LENGTHS = sorted({1, 2, K - 1, R - 1, R, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 4 * PAGE + 5})
@@ -132,3 +133,18 @@ def test_a_prefix_on_decode_is_not_written_and_the_state_moves_whole() -> None:
     assert arrived.tokens == want.tokens
     assert same_logits(arrived, want)
     assert not differences(destination.live(arrived), after)
+
+
+@pytest.mark.parametrize(("earlier", "length", "shared"), [(13, 9, 8), (14, 13, 8), (15, 11, 8), (22, 20, 16)])
+def test_a_prefix_that_arrived_itself_lacks_what_its_own_window_did_not_reach(
+    earlier: int, length: int, shared: int
+) -> None:
+    """The pages are held, but rows before the window of the earlier prompt were never written: wrong logits."""
+    source, destination = Host(SPARSE, PREFILL), Host(SPARSE, DECODE)
+    ids = prompt_ids(40)
+    early = hand_over(source, source.prefill("early", ids[:earlier].copy()), destination)
+    run = source.prefill("r", ids[:length].copy())
+    assert SPARSE.window > length - shared and earlier > SPARSE.window
+    with pytest.raises(PlanError, match="written from position") as raised:
+        hand_over(source, run, destination, How(prefix=(early, shared)))
+    assert raised.value.code == "prefix_unaligned"

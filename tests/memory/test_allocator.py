@@ -334,6 +334,31 @@ def test_a_window_that_slid_away_cannot_be_shared() -> None:
         a.lease(6 * PAGE, prefix=(source, 3 * PAGE))
 
 
+def test_a_window_page_is_shared_only_with_the_rows_that_the_other_ever_had() -> None:
+    """What a hand-over writes of a sliding window begins within its first page; the rest of that page is nobody's."""
+    a = allocator()
+    space, longer = SPACES["swa"], PAGE + 3
+    begins = longer - WINDOW
+    assert 0 < begins < PAGE
+    arrived = a.lease(longer)
+    assert arrived.holdings[space].first == 0 and arrived.holdings[space].written_from == begins
+    shared = a.lease(longer, prefix=(arrived, PAGE))
+    assert shared.holdings[space].written_from == begins
+    for source in (arrived, shared):  # what was borrowed knows it as well
+        with pytest.raises(PlanError, match=f"from position {begins - 1} on"):
+            a.lease(longer - 1, prefix=(source, PAGE))
+    arrived.release()
+    computed = a.lease(longer, window_stop=0)  # as prefill does: from the start on
+    computed.advance(longer)
+    a.lease(longer - 1, prefix=(computed, PAGE)).release()
+    shared.release()
+    shared = a.lease(longer, prefix=(computed, PAGE))
+    a.lease(longer - 1, prefix=(shared, PAGE)).release()
+    computed.advance(2 * PAGE + WINDOW)
+    computed.settle(2 * PAGE + WINDOW)
+    assert computed.holdings[space].written_from == computed.holdings[space].first * PAGE > 0
+
+
 def test_a_model_without_state_spaces_leases_pages_only() -> None:
     only = tuple(c for c in hybrid_state().components if c.kind == "KV")
     roots = roots_of(hybrid_state(components=only, window_tokens=0), capacity(4), Topology(dcp=2, tp=2))
