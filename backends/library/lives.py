@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_pd.backends.library.boot import since_boot_s
-from sglang_pd.backends.library.process import foreign_proc, own_identity, pid_namespace
+from sglang_pd.backends.library.process import foreign_proc, own_identity, pid_namespace, same_namespace
 from sglang_pd.backends.shortage import is_shortage, no_descriptor
 from sglang_pd.protocol.errors import BackendUnavailable
 
@@ -97,19 +97,12 @@ class Lives:
         here = _own_pid()
         if here is None:
             return False
-        own = {(here[0], one) for one in _thread_ids()}
-        return any(own & {*life.pids} for life in self.others())
+        own = set(_thread_ids())
+        had = (one for life in self.others() for one in life.pids)
+        return any(pid in own and same_namespace(namespace, here[0]) for namespace, pid in had)
 
     def check_pid(self, where: str) -> None:
         """Raise `BackendUnavailable` if `had_this_pid`, or where that cannot be told."""
-        if shown := foreign_proc():
-            raise BackendUnavailable(
-                "/proc is of another PID namespace, so nothing can be known of any process here",
-                where=where,
-                expected=f"this process there as {os.getpid()}",
-                actual=shown,
-                hint="Mount /proc in this namespace (`unshare --mount-proc`, or a container's own)",
-            )
         if self.had_this_pid():
             raise BackendUnavailable(
                 "this process was given the id of a worker that has ended, into which peers may still copy by that id",
@@ -161,8 +154,25 @@ class Lives:
 
 
 def _own_pid() -> tuple[str, int] | None:
-    own, namespace = own_identity(), pid_namespace()
-    return (namespace, own.pid) if own.known and own.pid > 1 and namespace else None
+    """This process's id and its namespace; None for the first of a namespace, and where nothing is kept.
+
+    Raises `BackendUnavailable` where they are not known: then nobody could be told apart.
+    """
+    if kept() == NOT_KEPT:
+        return None
+    with _explained(Path("/proc")):
+        own, namespace, shown = own_identity(), pid_namespace(), foreign_proc()
+    if not namespace:
+        raise BackendUnavailable(
+            "/proc is of another PID namespace" if shown else "/proc does not say which process this is",
+            where="/proc",
+            expected=f"this process there as {os.getpid()}, with its start, its namespaces and the boot id",
+            actual=shown or "one of them cannot be read, or its time namespace is not known",
+            hint="Mount a whole /proc in this namespace (`unshare --mount-proc`, or a container's own). "
+            f"{STATE_DIR}={NOT_KEPT} does without, and then a writer that was stopped may write into a worker that was "
+            "started again",
+        )
+    return (namespace, own.pid) if own.pid > 1 else None
 
 
 def _thread_ids() -> list[int]:

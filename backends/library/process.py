@@ -88,10 +88,22 @@ os.register_at_fork(after_in_child=_forget_own)
 def pid_namespace() -> str:
     """This process's PID namespace, by facts that no other one of any host has; "" where they are not known.
 
-    The inode of a namespace that has ended is given to others, so that its first process belongs to its name.
+    The inode of a namespace that has ended is given to others, so that the start of its first process belongs to its
+    name; that part is empty where this process may not look at it (hidepid). See `same_namespace`. Raises `OSError`
+    where no descriptor is free.
     """
-    own, first = own_identity(), _start_ticks(1)
-    return f"{own.boot_id}/{own.pid_namespace}/{first}" if own.known and first is not None else ""
+    own = own_identity()
+    try:
+        first = _ticks_in(Path("/proc/1/stat").read_bytes())
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        first = None
+    return f"{own.boot_id}/{own.pid_namespace}/{'' if first is None else first}" if own.known else ""
+
+
+def same_namespace(one: str, other: str) -> bool:
+    """Whether two names of `pid_namespace` may be of one: whoever may not look at its first process knows less."""
+    (place, _, first), (there, _, also) = one.rpartition("/"), other.rpartition("/")
+    return place == there and (first == also or not first or not also)
 
 
 def _start_ticks(pid: int) -> int | None:

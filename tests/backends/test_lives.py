@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_pd.backends.library import lives as module
-from sglang_pd.backends.library.lives import STATE_DIR, Lives
-from sglang_pd.backends.library.process import pid_namespace
+from sglang_pd.backends.library import process
+from sglang_pd.backends.library.lives import STATE_DIR, Life, Lives
+from sglang_pd.backends.library.process import pid_namespace, same_namespace
 from sglang_pd.backends.mooncake import backend as mooncake
 from sglang_pd.backends.registry import create_backend
 from sglang_pd.protocol.errors import BackendUnavailable
@@ -176,3 +181,53 @@ def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(module.STATE_DIR, str(tmp_path / "a" / "b"))
     Lives().check_kept()
     assert (tmp_path / "a" / "b").is_dir() and not list((tmp_path / "a" / "b").iterdir())
+
+
+def first_process(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    """What reading of the first process of the namespace meets."""
+    real = process.Path
+
+    def path(name: str) -> Any:
+        def fails() -> bytes:
+            raise error
+
+        return SimpleNamespace(read_bytes=fails) if name == "/proc/1/stat" else real(name)
+
+    monkeypatch.setattr(process, "Path", path)
+
+
+@pytest.mark.skipif(os.getpid() == 1, reason="the first process of a namespace")
+def test_an_id_is_kept_and_found_where_the_first_process_is_hidden(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounted with hidepid, /proc shows a worker its own processes alone: nothing was kept, and nobody refused."""
+    seen = pid_namespace()
+    folder.mkdir(mode=0o700)
+    (folder / "ended.life").write_bytes(msgspec.json.encode(Life(pids=((seen, os.getpid()),))))
+    with monkeypatch.context() as hidden:
+        first_process(hidden, PermissionError("hidden"))
+        assert same_namespace(pid_namespace(), seen) and pid_namespace() != seen
+        with pytest.raises(BackendUnavailable, match="the id of a worker that has ended"):
+            Lives().check_pid("here")
+        keeper = Lives()
+        keeper.keep_pid()
+        assert keeper._own.pids == ((pid_namespace(), os.getpid()),)
+    (folder / "ended.life").unlink()
+    keeper.forget_parent()  # as if it had ended: its lock is gone
+    assert Lives().had_this_pid(), "who sees more knows it too"
+    assert not same_namespace(f"{seen}1", seen) and not same_namespace("another/1/", seen)
+
+
+@pytest.mark.parametrize("call", [lambda one: one.check_pid("here"), lambda one: one.keep_pid()])
+def test_an_identity_that_cannot_be_read_refuses_rather_than_keeps_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Lives], object]
+) -> None:
+    with monkeypatch.context() as short:
+        first_process(short, OSError(errno.EMFILE, "too many open files"))
+        with pytest.raises(BackendUnavailable, match="descriptor"):
+            call(Lives())
+    monkeypatch.setattr(module, "pid_namespace", lambda: "")
+    with pytest.raises(BackendUnavailable, match="which process this is.*SGLANG_PD_STATE_DIR=none"):
+        call(Lives())
+    monkeypatch.setenv(module.STATE_DIR, module.NOT_KEPT)
+    call(Lives())
