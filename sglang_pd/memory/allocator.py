@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_pd.memory.index_pool import IndexPool, LeaseError, Order
 from sglang_pd.memory.layout import RankLayout, Roots
-from sglang_pd.memory.lease import Holding, Lease, LeaseState
+from sglang_pd.memory.lease import NOBODY_KNOWS, Holding, Lease, LeaseState
 from sglang_pd.memory.quarantine import Quarantine, Withheld
 from sglang_pd.protocol.errors import PlanError, RoomError
 from sglang_pd.protocol.idx import I64
@@ -86,8 +86,9 @@ class Allocator:
     def lease(self, tokens: int, *, window_stop: int | None = None, prefix: tuple[Lease, int] | None = None) -> Lease:
         """A row, a slot, and pages for `tokens` positions; nothing at all where any of it is missing.
 
-        window_stop: position before which the sliding window must be held now. The default, `tokens`, is right for a
-        destination; prefill starts at 0 (or its prefix) and calls `Lease.advance` before each chunk.
+        window_stop: position before which the sliding window must be held now. A destination passes its prompt's end,
+        which is the default, `tokens`, unless it leases more; prefill starts at 0 (or its prefix) and calls
+        `Lease.advance` before each chunk.
         prefix: another lease and the number of leading tokens (whole pages) whose pages are shared with it.
         Raises `RoomError`: `prompt_too_long` where the pool is too small even when empty, `pool_exhausted` where not
         now; `PlanError` (`prefix_unaligned`) for a prefix that cannot be shared.
@@ -210,7 +211,8 @@ class Allocator:
                     "that prefix cannot be shared", code="prefix_unaligned", where=f"generation {source.generation}",
                     expected=f"whole pages of {length} tokens that the other lease holds, with all that is read of "
                     f"them, from position {read_from} on",
-                    actual=f"{prefix_tokens} tokens, written from position {theirs.written_from} on",
+                    actual=f"{prefix_tokens} tokens, "
+                    + ("none known" if theirs.written_from >= NOBODY_KNOWS else f"from {theirs.written_from} on"),
                 )  # fmt: skip
             if first < stop:
                 shared = theirs.indices[first - theirs.first : stop - theirs.first].copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from sglang_pd.memory.index_pool import LeaseError
 from sglang_pd.protocol.bind import IndexLists
@@ -27,20 +27,33 @@ class LeaseState(Enum):
     """Back with the allocator."""
 
 
+NOBODY_KNOWS: Final = 2**62
+"""A token position behind all others."""
+
+
 @dataclass(slots=True)
 class Holding:
     """Indices of one list space that a lease holds; changed by the allocator alone.
 
     indices: int64. first: position, in pages from the start of the request, of indices[0] (0 for rows and slots).
-    shared: how many of the first indices belong to another lease's prefix. written_from: token position before which
-    nothing of these pages is anybody's: a hand-over writes a sliding window from where it begins, which may be within
-    its first page.
+    shared: how many of the first indices belong to another lease's prefix. written_from: of a sliding window, the token
+    position from which on its rows are the request's: computed here in one piece, or brought by a hand-over, which
+    writes a window from its first row, not from its first page.
     """
 
     indices: I64
     first: int = 0
     shared: int = 0
     written_from: int = 0
+
+    def arrived(self, window_tokens: int, prompt: Prompt | None) -> None:
+        """A hand-over of that prompt has ended, well or not; None: of one that nobody listed."""
+        if prompt is None:
+            self.written_from = NOBODY_KNOWS
+            return
+        start = max(0, prompt.tokens - window_tokens)
+        if start >= prompt.prefix_tokens:  # else the rows before the prefix's end were there, and are as they were
+            self.written_from = start
 
     @property
     def stop(self) -> int:
@@ -99,6 +112,8 @@ class Lease:
         """Leading tokens whose pages are shared with another lease and never written by this one."""
         self._pins = 0
         self._whole_pins = 0
+        self._listed: Prompt | None = None
+        """Of what hand-over the lists were given last."""
         self.holdings: dict[AnySpace, Holding] = {}
         """What is held in each list space; changed by the allocator alone."""
         self._tables: Tables | None = None
@@ -137,6 +152,10 @@ class Lease:
         """No peer will write any more (all bytes are in, or every writer is fenced): the engine owns it again."""
         self._require("be disarmed", LeaseState.ARMED)
         self.state = LeaseState.HELD
+        listed, self._listed = self._listed, None
+        for space, holding in self.holdings.items():
+            if isinstance(space, Page) and isinstance(space.of, SwaTok):
+                holding.arrived(space.of.window_tokens, listed)
 
     def pin(self, *, whole: bool = False) -> None:
         """A transfer reads this memory. whole: also what is only valid after the prompt's last chunk."""
@@ -203,9 +222,18 @@ class Lease:
 
         A source passes a prompt with prefix 0 and lists the whole prompt; a destination lists what lies behind its
         prefix. windows: False leaves sliding windows out, whose pages at the prompt's end prefill does not hold yet.
-        Raises `PlanError` (`count_mismatch`) where the lease holds too little; `LeaseError` once it is over.
+        Raises `PlanError`: `count_mismatch` where the lease holds too little, `prefix_unaligned` where it lacks rows of
+        the prefix that are read; `LeaseError` once it is over, or where a peer would write what is shared.
         """
         self._require("be listed", LeaseState.HELD, LeaseState.ARMED)
+        if self.is_armed and prompt.prefix_tokens < self.prefix_tokens:
+            raise LeaseError(
+                "a peer would write pages that another lease shares", where=f"generation {self.generation}",
+                expected=f"a prefix of at least {self.prefix_tokens} tokens", actual=prompt.prefix_tokens,
+            )  # fmt: skip
+        if prompt.prefix_tokens:
+            self._require_window(prompt)
+        self._listed = prompt
         result: dict[AnySpace, Idx[Any]] = {}
         for space, holding in self.holdings.items():
             if not windows and isinstance(space, Page) and isinstance(space.of, SwaTok):
@@ -222,6 +250,23 @@ class Lease:
             start = first - holding.first if count else 0
             result[space] = space.ingest(holding.indices[start : start + count], consumer="lease")
         return result
+
+    def _require_window(self, prompt: Prompt) -> None:
+        """Refuse a prefix of which the lease lacks rows that its sliding window reads."""
+        for space, holding in self.holdings.items():
+            if not isinstance(space, Page) or not isinstance(space.of, SwaTok):
+                continue
+            read_from = max(0, prompt.tokens - space.of.window_tokens)
+            held_from = max(holding.written_from, holding.first * space.of.page_len)
+            if read_from < prompt.prefix_tokens and read_from < held_from:
+                raise PlanError(
+                    "the lease lacks rows of the prefix that are read",
+                    code="prefix_unaligned",
+                    where=f"generation {self.generation}, {space}",
+                    expected=f"rows from position {read_from} on, for a prompt of {prompt.tokens} tokens",
+                    actual="none that are known" if held_from >= NOBODY_KNOWS else f"rows from position {held_from} on",
+                    hint="Lease with window_stop at the prompt's end, or share less.",
+                )
 
     def changed(self) -> None:
         """The allocator changed the holdings: tables handed out before are of the past."""

@@ -52,9 +52,9 @@ class Outlived:
         lost.link.close()
         lost.agent.backend.close()
 
-    def next_control(self) -> None:
-        """Another process has its place and its addresses."""
-        self.at = self._control(self.at.address or "tcp://127.0.0.1:0", self.at.ranks_address)
+    def next_control(self, bind: str = "") -> None:
+        """Another process has its place and its addresses. bind: other than the former's, for peers."""
+        self.at = self._control(bind or self.at.address or "tcp://127.0.0.1:0", self.at.ranks_address)
 
     def close(self) -> None:
         """End it."""
@@ -243,6 +243,46 @@ def test_a_rank_that_has_ended_its_former_writes_is_met_though_another_has_not()
     assert seeking.against(of(x=1, y=1)) and seeking.against(of(y=1, z=1)) and seeking.against(of(x=2, y=1))
     assert not seeking.against(of(x=2, z=1)) and seeking.open(5)
     assert seeking.ended_by(of(x=2, z=1)) == {5: (11,)}
+    seeking.ended_by(of(y=2))
+    assert seeking.ended == {5: (11, 12)} and seeking.sought
+    seeking.drop(1)
+    assert not seeking.ended and not seeking.sought
+
+
+def test_a_rank_that_missed_who_has_ended_is_told_again(
+    prefill: Outlived, pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said once, by the answer of the next control, which is not asked again once it agrees."""
+    proves_nothing_of(prefill.setup.backend.epoch, pair.decode.backend, monkeypatch)
+    half_sent(prefill, pair, 1)
+    destination, missed = pair.decode.at.agent.destination, list[Any]()
+    with monkeypatch.context() as deaf:
+        deaf.setattr(destination, "through", missed.append)
+        prefill.lose_control()
+        prefill.next_control()
+        until(lambda: missed and [peer["stage"] for peer in pair.decode.at.peers()] == ["agreed"])
+        time.sleep(1.0)
+        assert "releasable" not in pair.decode.of(1)
+    control = pair.decode.at.control
+    pair.decode.at._loop.submit(lambda: control._rejoined(FIRST, "orders were dropped"))
+    assert pair.decode.released(1)[-1] == "releasable"
+
+
+def test_one_that_drains_asks_all_whom_it_calls(
+    prefill: Outlived, pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word may stand in what another address states, where the rank's next control is."""
+    proves_nothing_of(prefill.setup.backend.epoch, pair.decode.backend, monkeypatch)
+    half_sent(prefill, pair, 1)
+    pair.decode.at.drain(60.0)
+    prefill.lose_control()
+    until(lambda: "failed:peer_lost" in pair.decode.of(1))
+    prefill.next_control("tcp://127.0.0.1:0")
+    until(lambda: prefill.at.ready)
+    assert "releasable" not in pair.decode.of(1)
+    pair.decode.at.connect(prefill.at.address)
+    assert pair.decode.released(1)[-1] == "releasable"
+    until(lambda: pair.decode.at.drained)
 
 
 def test_a_rank_that_describes_itself_anew_when_another_is_lost_costs_no_turn(decode: Outlived) -> None:

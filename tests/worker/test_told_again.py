@@ -53,7 +53,7 @@ def test_a_rank_that_comes_back_leaves_the_decodes_that_were_lost_meanwhile() ->
     orders: list[Any] = []
     desk = object.__new__(RoomDesk)
     desk._outside = SimpleNamespace(order=lambda order, rank: orders.append(order))  # type: ignore[assignment]
-    desk.seeking = SimpleNamespace(open_at=lambda rank: [], settling_at=lambda rank: [])  # type: ignore[assignment]
+    desk.seeking = SimpleNamespace(open_at=lambda rank: [], settling_at=lambda rank: [], ended={})  # type: ignore[assignment]
     peers = {THERE: SimpleNamespace(lost=None), GONE: SimpleNamespace(lost=gone)}
     desk.prefill = SimpleNamespace(rooms={}, peers=peers, owed_by=lambda writer: [])  # type: ignore[assignment]
     desk.decode = SimpleNamespace(rooms={}, peers={SOUGHT: SimpleNamespace(lost=gone)})  # type: ignore[assignment]
@@ -84,11 +84,10 @@ def test_peers_meet_a_rank_anew_when_its_transport_was_rebuilt(
 ) -> None:
     did: list[str] = []
     link: Any = SimpleNamespace(counts={})
-    control = InstanceControl(
-        ControlConfig(instance_id="i", model="m", topology=Topology(tp=2)), link, lambda event: None
-    )
+    control = InstanceControl(ControlConfig(instance_id="i", model="m", topology=Topology()), link, lambda event: None)
     own: Any = SimpleNamespace()
     monkeypatch.setattr(control, "_own", lambda: own)
+    monkeypatch.setattr(control, "_all_joined", lambda: None)
     control._join(joined(b"one", 0), lambda order: None, remote=False)
     control.desk, control.peering = own, own
     own.begin_anew = lambda stated, error: did.append("anew")

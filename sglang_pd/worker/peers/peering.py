@@ -466,9 +466,7 @@ class Peering:
             elif talk.address and not talk.wanted and not talk.left and now_s >= talk.used_s + FORGET_CALL_S:
                 self._names.forget(talk)
                 self._hang_up(talk)
-            elif (
-                talk.address and self.draining and not any(map(self._seeking.open, talk.left))
-            ):  # until it is forgotten
+            elif talk.address and self.draining and not self._seeking.sought:  # until it is forgotten
                 talk.next_send_s = max(now_s, talk.used_s) + FORGET_CALL_S
             elif talk.address and (trouble := self._link.trouble(talk.party)):
                 talk.stage, talk.next_send_s = Stage.REFUSED, now_s + RETRY_REFUSED_S

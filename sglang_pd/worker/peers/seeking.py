@@ -39,6 +39,8 @@ class Seeking:
         self._owed: dict[int, tuple[Owed, set[RankId]]] = {}
         self._proven: dict[int, set[RankId]] = {}
         self._writers: dict[int, dict[int, Term]] = {}
+        self._ended: dict[int, set[int]] = {}
+        """By lost peer, those of its ranks that were seen to have ended what they wrote as it."""
 
     def add(self, peer_epoch: int, room: int) -> bool:
         """A room waits. True for the first with that peer: the ranks have to be asked."""
@@ -94,7 +96,20 @@ class Seeking:
             peer: tuple(epoch for epoch, term in writers.items() if terms.get(epoch, Term()).ended(term))
             for peer, writers in self._writers.items()
         }
-        return {peer: epochs for peer, epochs in found.items() if epochs}
+        found = {peer: epochs for peer, epochs in found.items() if epochs}
+        for peer, epochs in found.items():
+            self._ended.setdefault(peer, set()).update(epochs)
+        return found
+
+    @property
+    def ended(self) -> dict[int, tuple[int, ...]]:
+        """All of which `ended_by` ever said so; what a rank that missed it has to be told again."""
+        return {peer: tuple(sorted(epochs)) for peer, epochs in self._ended.items()}
+
+    @property
+    def sought(self) -> bool:
+        """Whether any proof is."""
+        return bool(self._rooms or self._owed)
 
     def settling_at(self, rank: RankId) -> list[int]:
         """Peers that gave the proof themselves, of which the rank has not answered."""
@@ -151,6 +166,7 @@ class Seeking:
         if not self.open(peer_epoch) and not self._settling.get(peer_epoch):
             self._settling.pop(peer_epoch, None)
             self._writers.pop(peer_epoch, None)
+            self._ended.pop(peer_epoch, None)
 
 
 class Issued:

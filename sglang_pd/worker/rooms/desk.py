@@ -307,6 +307,8 @@ class RoomDesk:
             self._outside.order(Seek(peer_epoch=epoch), rank)
         for epoch in self.seeking.settling_at(rank):
             self._outside.order(Through(peer_epoch=epoch), rank)
+        for epoch, writers in self.seeking.ended.items():
+            self._outside.order(Through(peer_epoch=epoch, writers=writers), rank)
         live = {room.generation for table in (self.prefill, self.decode) for room in table.rooms.values()}
         # One that is lost is left: an order to leave it may be among those that are gone.
         peers = {*(e for e, peer in self.prefill.peers.items() if peer.lost is None), *self.decode.peers}
