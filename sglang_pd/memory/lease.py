@@ -46,14 +46,13 @@ class Holding:
     shared: int = 0
     written_from: int = 0
 
-    def arrived(self, window_tokens: int, prompt: Prompt | None) -> None:
-        """A hand-over of that prompt has ended, well or not; None: of one that nobody listed."""
-        if prompt is None:
-            self.written_from = NOBODY_KNOWS
-            return
+    def exposed(self, window_tokens: int, prompt: Prompt) -> None:
+        """Lists for a hand-over of that prompt were given to a peer: of what lies before its window nothing is known
+        from now on, however it ends. It never says that more is there than before: rows come in pieces, with gaps.
+        """
         start = max(0, prompt.tokens - window_tokens)
         if start >= prompt.prefix_tokens:  # else the rows before the prefix's end were there, and are as they were
-            self.written_from = start
+            self.written_from = max(self.written_from, start)
 
     @property
     def stop(self) -> int:
@@ -112,8 +111,10 @@ class Lease:
         """Leading tokens whose pages are shared with another lease and never written by this one."""
         self._pins = 0
         self._whole_pins = 0
-        self._listed: Prompt | None = None
-        """Of what hand-over the lists were given last."""
+        self._exposed = False
+        """Lists were given since it was armed."""
+        self._least_listed: int | None = None
+        """The shortest prefix for which lists were given while it was not."""
         self.holdings: dict[AnySpace, Holding] = {}
         """What is held in each list space; changed by the allocator alone."""
         self._tables: Tables | None = None
@@ -145,17 +146,18 @@ class Lease:
         self._require("be armed", LeaseState.HELD)
         if self._pins:
             raise LeaseError("a lease that is being read cannot be armed", where=f"generation {self.generation}")
+        if self._least_listed is not None:
+            self._require_prefix(self._least_listed)
         self._lender.require_alone(self)
-        self.state = LeaseState.ARMED
+        self.state, self._exposed = LeaseState.ARMED, False
 
     def disarm(self) -> None:
         """No peer will write any more (all bytes are in, or every writer is fenced): the engine owns it again."""
         self._require("be disarmed", LeaseState.ARMED)
         self.state = LeaseState.HELD
-        listed, self._listed = self._listed, None
         for space, holding in self.holdings.items():
-            if isinstance(space, Page) and isinstance(space.of, SwaTok):
-                holding.arrived(space.of.window_tokens, listed)
+            if isinstance(space, Page) and isinstance(space.of, SwaTok) and not self._exposed:
+                holding.written_from = NOBODY_KNOWS  # what came, if anything, no list tells
 
     def pin(self, *, whole: bool = False) -> None:
         """A transfer reads this memory. whole: also what is only valid after the prompt's last chunk."""
@@ -226,14 +228,10 @@ class Lease:
         the prefix that are read; `LeaseError` once it is over, or where a peer would write what is shared.
         """
         self._require("be listed", LeaseState.HELD, LeaseState.ARMED)
-        if self.is_armed and prompt.prefix_tokens < self.prefix_tokens:
-            raise LeaseError(
-                "a peer would write pages that another lease shares", where=f"generation {self.generation}",
-                expected=f"a prefix of at least {self.prefix_tokens} tokens", actual=prompt.prefix_tokens,
-            )  # fmt: skip
+        if self.is_armed:
+            self._require_prefix(prompt.prefix_tokens)
         if prompt.prefix_tokens:
             self._require_window(prompt)
-        self._listed = prompt
         result: dict[AnySpace, Idx[Any]] = {}
         for space, holding in self.holdings.items():
             if not windows and isinstance(space, Page) and isinstance(space.of, SwaTok):
@@ -249,7 +247,25 @@ class Lease:
                 )
             start = first - holding.first if count else 0
             result[space] = space.ingest(holding.indices[start : start + count], consumer="lease")
+        self._note_listed(prompt)
         return result
+
+    def _note_listed(self, prompt: Prompt) -> None:
+        if not self.is_armed:  # a source's, or of a destination that is armed later
+            least = self._least_listed
+            self._least_listed = prompt.prefix_tokens if least is None else min(least, prompt.prefix_tokens)
+            return
+        self._exposed = True
+        for space, holding in self.holdings.items():
+            if isinstance(space, Page) and isinstance(space.of, SwaTok):
+                holding.exposed(space.of.window_tokens, prompt)
+
+    def _require_prefix(self, prefix_tokens: int) -> None:
+        if prefix_tokens < self.prefix_tokens:
+            raise LeaseError(
+                "a peer would write pages that another lease shares", where=f"generation {self.generation}",
+                expected=f"lists of a prefix of at least {self.prefix_tokens} tokens", actual=prefix_tokens,
+            )  # fmt: skip
 
     def _require_window(self, prompt: Prompt) -> None:
         """Refuse a prefix of which the lease lacks rows that its sliding window reads."""
