@@ -33,7 +33,8 @@ NOBODY_KNOWS: Final = 2**62
 
 @dataclass(slots=True)
 class Holding:
-    """Indices of one list space that a lease holds; changed by the allocator alone.
+    """Indices of one list space that a lease holds. The allocator changes them; what of them is written, the lease's
+    own lists say.
 
     indices: int64. first: position, in pages from the start of the request, of indices[0] (0 for rows and slots).
     shared: how many of the first indices belong to another lease's prefix. written_from: of a sliding window, the token
@@ -155,9 +156,8 @@ class Lease:
         """No peer will write any more (all bytes are in, or every writer is fenced): the engine owns it again."""
         self._require("be disarmed", LeaseState.ARMED)
         self.state = LeaseState.HELD
-        for space, holding in self.holdings.items():
-            if isinstance(space, Page) and isinstance(space.of, SwaTok) and not self._exposed:
-                holding.written_from = NOBODY_KNOWS  # what came, if anything, no list tells
+        for _, holding in self._windows() if not self._exposed else ():
+            holding.written_from = NOBODY_KNOWS  # what came, if anything, no list tells
 
     def pin(self, *, whole: bool = False) -> None:
         """A transfer reads this memory. whole: also what is only valid after the prompt's last chunk."""
@@ -250,15 +250,22 @@ class Lease:
         self._note_listed(prompt)
         return result
 
+    def _windows(self) -> list[tuple[SwaTok, Holding]]:
+        """What is held of sliding windows."""
+        return [
+            (space.of, holding)
+            for space, holding in self.holdings.items()
+            if isinstance(space, Page) and isinstance(space.of, SwaTok)
+        ]
+
     def _note_listed(self, prompt: Prompt) -> None:
         if not self.is_armed:  # a source's, or of a destination that is armed later
             least = self._least_listed
             self._least_listed = prompt.prefix_tokens if least is None else min(least, prompt.prefix_tokens)
             return
         self._exposed = True
-        for space, holding in self.holdings.items():
-            if isinstance(space, Page) and isinstance(space.of, SwaTok):
-                holding.exposed(space.of.window_tokens, prompt)
+        for window, holding in self._windows():
+            holding.exposed(window.window_tokens, prompt)
 
     def _require_prefix(self, prefix_tokens: int) -> None:
         if prefix_tokens < self.prefix_tokens:
@@ -269,16 +276,14 @@ class Lease:
 
     def _require_window(self, prompt: Prompt) -> None:
         """Refuse a prefix of which the lease lacks rows that its sliding window reads."""
-        for space, holding in self.holdings.items():
-            if not isinstance(space, Page) or not isinstance(space.of, SwaTok):
-                continue
-            read_from = max(0, prompt.tokens - space.of.window_tokens)
-            held_from = max(holding.written_from, holding.first * space.of.page_len)
+        for window, holding in self._windows():
+            read_from = max(0, prompt.tokens - window.window_tokens)
+            held_from = max(holding.written_from, holding.first * window.page_len)
             if read_from < prompt.prefix_tokens and read_from < held_from:
                 raise PlanError(
                     "the lease lacks rows of the prefix that are read",
                     code="prefix_unaligned",
-                    where=f"generation {self.generation}, {space}",
+                    where=f"generation {self.generation}, {window}",
                     expected=f"rows from position {read_from} on, for a prompt of {prompt.tokens} tokens",
                     actual="none that are known" if held_from >= NOBODY_KNOWS else f"rows from position {held_from} on",
                     hint="Lease with window_stop at the prompt's end, or share less.",
